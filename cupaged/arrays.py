@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class WriteKV:
     layout: str  # "HND" (an NHD cache is an HND view by now) or "classic"
 
 
-@lru_cache(maxsize=None)
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of one of our dtype names; bfloat16 and the fp8 formats come from `ml_dtypes`.
 

@@ -1,0 +1,298 @@
+"""The public operations on arrays: check once, dispatch once.
+
+NumPy arrays run on the CPU, CuPy arrays on the GPU they lie on. Nothing wrong passes from here to a backend.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from . import reference
+from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_cupy
+from .checks import (
+    array_module,
+    check_caches,
+    check_result,
+    check_rows,
+    check_slots,
+    dtype_name,
+    metadata_arrays,
+    per_head,
+    scales,
+    stacked,
+)  # fmt: skip
+from .plan import Plan
+
+
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array | None,
+    seq_lens: Array | None,
+    *,
+    layout: str = "HND",
+    query_start_loc: Array | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    k_scale: float | Array = 1.0,
+    v_scale: float | Array = 1.0,
+    kv_dtype: str | None = None,
+    num_splits: int | None = None,
+    plan: Plan | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of `q` over keys and values in a paged cache, softmax kept in float32.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]` float32, float16 or bfloat16. head_dim is a multiple of 8, at most 256.
+        k_cache, v_cache: one layer's pages, `[num_blocks, num_kv_heads, block_size, head_dim]` for layout "HND",
+            `[num_blocks, block_size, num_kv_heads, head_dim]` for "NHD"; any strides, head_dim contiguous. fp8 pages are uint8
+            with `kv_dtype` "fp8_e4m3" or "fp8_e5m2".
+        block_tables: `[num_seqs, max_blocks]` int32; -1 is an unmapped block, allowed below seq_len with `window` or `chunk`.
+            Entries after the last used column are never read.
+        seq_lens: `[num_seqs]` int32, visible tokens with those of this step. 0 gives `out` 0 and `lse` -inf.
+        query_start_loc: `[num_seqs + 1]` int32, sequence i has query rows `[loc[i], loc[i + 1])`; None: one row each.
+            Row r of m stands at position `seq_len - m + r`.
+        scale: factor of `q.k`, 1 / sqrt(head_dim) by default.
+        causal: a row sees no key after its own position.
+        window: a row sees the last `window` keys up to its own. chunk: only keys of its own `chunk`-sized span.
+        softcap: logits become `softcap * tanh(logit / softcap)`.
+        alibi_slopes: `[num_heads]`, adds `slope * (key position - query position)`.
+        sinks: `[num_heads]`, adds `exp(sink)` to the denominator; `lse` excludes it.
+        k_scale, v_scale: a number or `[num_kv_heads]`; value = stored * scale.
+        num_splits: cut every sequence's keys into this many parts; fixes a row's bits whatever its neighbours.
+        plan: from `cupaged.plan`; its metadata are used in place of `block_tables`, `seq_lens` and `query_start_loc`.
+        out, lse: arrays to fill, like `q`, and `[num_tokens, num_heads]` float32.
+        return_lse: also return the natural log of the sum of exp of the logits.
+
+    Returns:
+        `out [num_tokens, num_heads, head_dim]` in the dtype of `q`, or `(out, lse)`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came; nothing has been written then.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023);
+    Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+    """
+    q = as_array(q, "q")
+    check_rows(q, "q", "[num_tokens, num_heads, head_dim]")
+    num_tokens, num_heads, head_dim = q.shape
+    if head_dim % 8 or not 8 <= head_dim <= 256:
+        raise ValueError(
+            f"q: expected head_dim to be a multiple of 8 from 8 to 256, got {head_dim}; pad head_dim with zeros"
+        )
+    if layout == "classic":
+        raise ValueError("layout: 'classic' pages are read by cupaged.classic.paged_attention_v1 / paged_attention_v2")
+    k_pages, v_pages, kv_dtype = check_caches(k_cache, v_cache, q, layout, kv_dtype, writing=False)
+    num_blocks, num_kv_heads, block_size, cache_dim = k_pages.shape
+    if cache_dim != head_dim:
+        raise ValueError(f"k_cache: expected head_dim {head_dim} as in q, got {cache_dim}; is layout={layout!r} right?")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
+    for name, x in (("window", window), ("chunk", chunk), ("num_splits", num_splits)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, np.integer)) or x < 1):
+            raise ValueError(f"{name}: expected None or an integer of at least 1, got {x!r}")
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap: expected None or a finite number above 0, got {softcap!r}")
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+
+    if plan is None:
+        tables, lens, starts = metadata_arrays(
+            block_tables, seq_lens, query_start_loc, block_size, num_blocks, window, chunk
+        )
+    else:
+        if plan.block_size != block_size or plan.num_blocks > num_blocks:
+            raise ValueError(
+                f"plan: made for {plan.num_blocks} blocks of {plan.block_size} tokens, but the caches hold {num_blocks} blocks of "
+                f"{block_size}; make the plan with this cache's sizes"
+            )
+        tables, lens, starts = plan.block_tables, plan.seq_lens, plan.query_start_loc
+    # Device metadata are not read back, so the count of rows is only known where it follows from a shape.
+    expected = (
+        len(lens)
+        if query_start_loc is None and plan is None
+        else int(starts[-1])
+        if not is_cupy(starts)
+        else num_tokens
+    )
+    if num_tokens != expected:
+        source = (
+            "block_tables has rows (no query_start_loc: one query per sequence)"
+            if query_start_loc is None
+            else "query_start_loc ends with"
+        )
+        raise ValueError(f"q: expected {expected} rows, as many as {source}, got {num_tokens}")
+
+    if out is None:
+        out = array_module(q).empty(q.shape, q.dtype)
+    else:
+        check_result(out, "out", q.shape, q.dtype, q)
+        if out is q:
+            raise ValueError("out: expected an array other than q; q is still read while out is written")
+    if lse is not None:
+        check_result(lse, "lse", q.shape[:2], np.dtype(np.float32), q)
+    elif return_lse:
+        lse = array_module(q).empty(q.shape[:2], np.float32)
+    if num_tokens:
+        backend_of(q).paged_attention(
+            Attention(
+                q=q, k_pages=k_pages, v_pages=v_pages, block_tables=tables, seq_lens=lens, query_start_loc=starts,
+                scale=scale, causal=bool(causal), window=window, chunk=chunk,
+                softcap=None if softcap is None else float(softcap),
+                alibi_slopes=per_head(alibi_slopes, "alibi_slopes", num_heads, q),
+                sinks=per_head(sinks, "sinks", num_heads, q),
+                k_scale=scales(k_scale, "k_scale", num_kv_heads, q), v_scale=scales(v_scale, "v_scale", num_kv_heads, q),
+                kv_dtype=kv_dtype, num_splits=num_splits, plan=plan, out=out, lse=lse,
+            )
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def write_kv(
+    k: Array,
+    v: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slot_mapping: Array,
+    *,
+    layout: str = "HND",
+    k_scale: float | Array = 1.0,
+    v_scale: float | Array = 1.0,
+    kv_dtype: str | None = None,
+) -> None:
+    """Scatter new keys and values into a paged cache, in place.
+
+    Args:
+        k, v: `[num_tokens, num_kv_heads, head_dim]`, in the dtype of the cache (any of the three for fp8 pages); any strides with
+            head_dim contiguous, views of a fused QKV included. Any head_dim.
+        k_cache, v_cache: one layer's pages as in `paged_attention`; layout "classic" is
+            K `[num_blocks, num_kv_heads, head_dim // x, block_size, x]` with `x = 16 // itemsize`,
+            V `[num_blocks, num_kv_heads, head_dim, block_size]`.
+        slot_mapping: `[num_slots]` int64 or int32, `block_id * block_size + offset`; < 0 skips the row. Slots are distinct.
+            Rows of `k` and `v` past `num_slots` are padding and not written.
+        k_scale, v_scale: a number or `[num_kv_heads]`; stored = value / scale. fp8 saturates at its largest finite value.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was expected and what came; the cache is unchanged then.
+    """
+    k, v = as_array(k, "k"), as_array(v, "v")
+    for x, name in ((k, "k"), (v, "v")):
+        check_rows(x, name, "[num_tokens, num_kv_heads, head_dim]")
+    if v.shape != k.shape or v.dtype != k.dtype:
+        raise ValueError(f"v: expected shape {k.shape} and dtype {k.dtype} as k has, got {v.shape} and {v.dtype}")
+    k_pages, v_pages, kv_dtype = check_caches(k_cache, v_cache, k, layout, kv_dtype, writing=True)
+    if kv_dtype not in FP8_DTYPES and k.dtype != k_pages.dtype:
+        raise TypeError(f"k: expected dtype {k_pages.dtype} as the cache has, got {k.dtype}; cast k and v first")
+    if layout == "classic":
+        num_blocks, num_kv_heads, head_dim, block_size = v_pages.shape
+    else:
+        num_blocks, num_kv_heads, block_size, head_dim = k_pages.shape
+    if k.shape[1:] != (num_kv_heads, head_dim):
+        raise ValueError(
+            f"k: expected [num_tokens, {num_kv_heads}, {head_dim}] to match the cache, got {k.shape}; is layout={layout!r} right?"
+        )
+    slots = check_slots(slot_mapping, len(k), num_blocks * block_size, k)
+    if len(slots):
+        backend_of(k, classic=layout == "classic").write_kv(
+            WriteKV(
+                k=k, v=v, k_pages=k_pages, v_pages=v_pages, slot_mapping=slots,
+                k_scale=scales(k_scale, "k_scale", num_kv_heads, k), v_scale=scales(v_scale, "v_scale", num_kv_heads, k),
+                kv_dtype=kv_dtype, layout="classic" if layout == "classic" else "HND",
+            )
+        )  # fmt: skip
+
+
+def merge_states(outs: Any, lses: Any, sinks: Array | None = None) -> tuple[Array, Array]:
+    """Combine attention over disjoint sets of keys into attention over their union, exactly.
+
+    Args:
+        outs: `[parts, tokens, heads, head_dim]`, or a list of `[tokens, heads, head_dim]`: partial outputs without sinks.
+        lses: `[parts, tokens, heads]` float32, or a list. `(0, -inf)` is the identity, also with itself.
+        sinks: `[heads]`, applied once, to `out` only. With sinks the result is final and not a state to merge again.
+
+    Returns:
+        `(out, lse)`: `[tokens, heads, head_dim]` in the dtype of `outs`, `[tokens, heads]` float32.
+    """
+    outs, lses = stacked(outs, "outs"), stacked(lses, "lses")
+    if outs.ndim != 4 or dtype_name(outs) not in DTYPES:
+        raise ValueError(
+            f"outs: expected [parts, tokens, heads, head_dim] of {', '.join(DTYPES)}, got {outs.shape} {outs.dtype}"
+        )
+    if lses.shape != outs.shape[:3] or lses.dtype != np.float32 or is_cupy(lses) != is_cupy(outs):
+        raise ValueError(f"lses: expected {outs.shape[:3]} float32 beside outs, got {lses.shape} {lses.dtype}")
+    if not len(outs):
+        raise ValueError("outs: expected at least one part, got none")
+    xp = array_module(outs)
+    out, lse = xp.empty(outs.shape[1:], outs.dtype), xp.empty(lses.shape[1:], np.float32)
+    if lse.size:
+        backend_of(outs).merge_states(outs, lses, per_head(sinks, "sinks", outs.shape[2], outs), out, lse)
+    return out, lse
+
+
+def backend_of(x: Array, *, classic: bool = False) -> Any:
+    """The module that works on arrays of this kind: `cuda`, `cpu`, or the reference where Numba is absent.
+
+    The CPU backend leaves the classic layout, kept for comparison, to the reference.
+    """
+    if is_cupy(x):
+        from . import cuda
+
+        return cuda.backend_for(x)
+    return _Reference if classic else _cpu_backend()
+
+
+@lru_cache(maxsize=1)
+def _cpu_backend() -> Any:
+    try:
+        from . import cpu
+    except ImportError as error:
+        warnings.warn(
+            f"the fast CPU backend is off ({error}); using the slow reference: pip install 'cupaged[cpu]'", stacklevel=4
+        )
+        return _Reference
+    return cpu
+
+
+class _Reference:
+    """The oracle behind the interface of a backend."""
+
+    @staticmethod
+    def paged_attention(call: Attention) -> None:
+        out, lse = reference.paged_attention(
+            call.q, call.k_pages, call.v_pages, call.block_tables, call.seq_lens, query_start_loc=call.query_start_loc,
+            scale=call.scale, causal=call.causal, window=call.window, chunk=call.chunk, softcap=call.softcap,
+            alibi_slopes=call.alibi_slopes, sinks=call.sinks, k_scale=call.k_scale, v_scale=call.v_scale, kv_dtype=call.kv_dtype,
+        )  # fmt: skip
+        call.out[...] = out
+        if call.lse is not None:
+            call.lse[...] = lse
+
+    @staticmethod
+    def write_kv(call: WriteKV) -> None:
+        reference.write_kv(
+            call.k, call.v, call.k_pages, call.v_pages, call.slot_mapping,
+            layout=call.layout, k_scale=call.k_scale, v_scale=call.v_scale, kv_dtype=call.kv_dtype,
+        )  # fmt: skip
+
+    @staticmethod
+    def merge_states(outs: Array, lses: Array, sinks: Array | None, out: Array, lse: Array) -> None:
+        out[...], lse[...] = reference.merge_states(outs, lses, sinks)
+
+    @staticmethod
+    def copy_blocks(pool: Array, copies: Array) -> None:
+        pool[copies[:, 1]] = pool[copies[:, 0]]

@@ -1,0 +1,244 @@
+"""Checks of arguments: each function raises TypeError or ValueError, or returns what the backend gets.
+
+A message names the argument, what was expected and what came, and where it is not plain, the fix.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .arrays import DTYPES, FP8_DTYPES, LAYOUTS, Array, as_array, is_cupy, pages_view
+from .plan import check_metadata
+
+
+def dtype_name(x: Array) -> str:
+    return str(x.dtype.name) if x.dtype.isnative else str(x.dtype)
+
+
+def check_rows(x: Array, name: str, shape: str) -> None:
+    if x.ndim != 3:
+        raise ValueError(f"{name}: expected {shape}, got shape {x.shape}")
+    if dtype_name(x) not in DTYPES:
+        raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {dtype_name(x)}; cast it first")
+    if x.shape[2] > 1 and x.strides[2] != x.itemsize:
+        raise ValueError(f"{name}: expected head_dim to be contiguous, got strides {x.strides}; pass a contiguous copy")
+
+
+def check_caches(
+    k_cache: Array, v_cache: Array, like: Array, layout: str, kv_dtype: str | None, *, writing: bool
+) -> tuple[Array, Array, str]:
+    """Both caches as HND views (classic as they are) and the name of what they hold."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    for cache, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
+        if not isinstance(cache, np.ndarray) and not is_cupy(cache):
+            raise TypeError(f"{name}: expected a NumPy or CuPy array, which can be written, got {type(cache).__name__}")
+        check_device(cache, name, like)
+        if writing and isinstance(cache, np.ndarray) and not cache.flags.writeable:
+            raise TypeError(f"{name}: expected a writable array, got a read-only one")
+        if cache.dtype != k_cache.dtype:
+            raise TypeError(f"v_cache: expected dtype {k_cache.dtype} as k_cache has, got {v_cache.dtype}")
+        k_classic = layout == "classic" and cache is k_cache
+        if cache.ndim != (5 if k_classic else 4):
+            raise ValueError(
+                f"{name}: expected {_shape_of(layout, k_classic)} for layout {layout!r}, got shape {cache.shape}"
+            )
+        if cache.shape[-1] > 1 and cache.strides[-1] != cache.itemsize:
+            raise ValueError(f"{name}: expected the last axis to be contiguous, got strides {cache.strides}")
+    held = dtype_name(k_cache)
+    if held == "uint8":
+        if kv_dtype not in FP8_DTYPES:
+            raise ValueError(f"kv_dtype: expected {' or '.join(FP8_DTYPES)} for uint8 pages, got {kv_dtype!r}")
+        held = kv_dtype
+    elif held not in DTYPES:
+        raise TypeError(f"k_cache: expected dtype {', '.join(DTYPES)}, or uint8 for fp8, got {held}")
+    elif kv_dtype not in (None, held):
+        raise ValueError(f"kv_dtype: the pages are {held}, got {kv_dtype!r}; fp8 pages come as uint8")
+    if layout == "classic":
+        num_blocks, num_kv_heads, head_dim, block_size = v_cache.shape
+        x = 16 // k_cache.itemsize
+        if head_dim % x or block_size not in (8, 16, 32, 64, 128):
+            raise ValueError(
+                f"v_cache: the classic layout needs head_dim % {x} == 0 and a block size of 8, 16, 32, 64 or 128, got shape "
+                f"{v_cache.shape}; use layout='HND'"
+            )
+        wanted = (num_blocks, num_kv_heads, head_dim // x, block_size, x)
+        if k_cache.shape != wanted:
+            raise ValueError(f"k_cache: expected {wanted} beside v_cache {v_cache.shape}, got {k_cache.shape}")
+        return k_cache, v_cache, held
+    if v_cache.shape != k_cache.shape:
+        raise ValueError(f"v_cache: expected shape {k_cache.shape} as k_cache has, got {v_cache.shape}")
+    if 0 in k_cache.shape[1:]:
+        raise ValueError(f"k_cache: expected no empty axis after num_blocks, got shape {k_cache.shape}")
+    return pages_view(k_cache, layout), pages_view(v_cache, layout), held
+
+
+def _shape_of(layout: str, k_classic: bool) -> str:
+    if layout == "HND":
+        return "[num_blocks, num_kv_heads, block_size, head_dim]"
+    if layout == "NHD":
+        return "[num_blocks, block_size, num_kv_heads, head_dim]"
+    return (
+        "[num_blocks, num_kv_heads, head_dim // x, block_size, x]"
+        if k_classic
+        else "[num_blocks, num_kv_heads, head_dim, block_size]"
+    )
+
+
+def check_device(x: Array, name: str, like: Array) -> None:
+    if is_cupy(x) != is_cupy(like):
+        kinds = ("NumPy", "CuPy")
+        raise TypeError(
+            f"{name}: expected a {kinds[is_cupy(like)]} array as the other arguments are, got a {kinds[is_cupy(x)]} array"
+        )
+    if is_cupy(x) and x.device != like.device:
+        raise ValueError(
+            f"{name}: expected device {like.device.id}, where the other arguments are, got device {x.device.id}"
+        )
+
+
+def metadata_arrays(
+    block_tables: Any,
+    seq_lens: Any,
+    query_start_loc: Any,
+    block_size: int,
+    num_blocks: int,
+    window: int | None,
+    chunk: int | None,
+) -> tuple[Array, Array, Array]:
+    if block_tables is None or seq_lens is None:
+        raise TypeError("block_tables, seq_lens: expected int32 arrays when no plan is given, got None")
+    if is_cupy(block_tables):
+        return _device_metadata(block_tables, seq_lens, query_start_loc)
+    checked = check_metadata(
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        window=window,
+        chunk=chunk,
+    )
+    return checked.block_tables, checked.seq_lens, checked.query_start_loc
+
+
+def _device_metadata(block_tables: Array, seq_lens: Array, query_start_loc: Array | None) -> tuple[Array, Array, Array]:
+    """Metadata that live on the device are not copied back: shapes and dtypes are all that can be checked."""
+    xp = array_module(block_tables)
+    if query_start_loc is None:
+        query_start_loc = xp.arange(len(block_tables) + 1, dtype=np.int32)
+    wanted = (
+        ("block_tables", block_tables, 2, len(block_tables)),
+        ("seq_lens", seq_lens, 1, len(block_tables)),
+        ("query_start_loc", query_start_loc, 1, len(block_tables) + 1),
+    )
+    for name, x, ndim, length in wanted:
+        if not is_cupy(x):
+            raise TypeError(
+                f"{name}: expected a CuPy array as block_tables is, got {type(x).__name__}; pass all metadata on one side"
+            )
+        if x.dtype != np.int32 or x.ndim != ndim or len(x) != length or not x.flags.c_contiguous:
+            raise ValueError(
+                f"{name}: expected a contiguous int32 array of {length} rows and {ndim} dimensions, got {x.dtype} {x.shape}"
+            )
+    return block_tables, seq_lens, query_start_loc
+
+
+def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array) -> Array:
+    slots = slot_mapping if is_cupy(slot_mapping) else np.asarray(slot_mapping)
+    if slots.ndim != 1 or len(slots) > num_tokens:
+        raise ValueError(
+            f"slot_mapping: expected one dimension of at most {num_tokens} entries, a row of k each, got {slots.shape}"
+        )
+    if slots.dtype not in (np.int64, np.int32):
+        if not (slots.size == 0 or slots.dtype.kind in "iu"):
+            raise TypeError(f"slot_mapping: expected int64 or int32, got {slots.dtype}")
+        slots = slots.astype(np.int64)
+    if not is_cupy(slots):
+        if slots.size and slots.max() >= num_slots:
+            row = int(np.argmax(slots >= num_slots))
+            raise ValueError(
+                f"slot_mapping: row {row} expected a slot below num_blocks * block_size = {num_slots}, got {slots[row]}"
+            )
+        slots = np.ascontiguousarray(slots)
+    return slots
+
+
+def per_head(x: Any, name: str, num_heads: int, like: Array) -> Array | None:
+    if x is None:
+        return None
+    a = _beside(x, like)
+    if a.shape != (num_heads,):
+        raise ValueError(f"{name}: expected [num_heads] = ({num_heads},), got shape {a.shape}")
+    return a
+
+
+def scales(x: Any, name: str, num_kv_heads: int, like: Array) -> Array:
+    if isinstance(x, (int, float, np.number)):
+        if not (x > 0 and math.isfinite(x)):
+            raise ValueError(f"{name}: expected a finite number above 0, got {x}")
+        return _filled(float(x), num_kv_heads, like.device.id if is_cupy(like) else None)
+    a = _beside(x, like)
+    if a.size == 1:
+        a = array_module(a).broadcast_to(a.reshape(1), (num_kv_heads,))
+    if a.shape != (num_kv_heads,):
+        raise ValueError(f"{name}: expected a number or [num_kv_heads] = ({num_kv_heads},), got shape {a.shape}")
+    if not is_cupy(a) and not (np.isfinite(a) & (a > 0)).all():
+        raise ValueError(f"{name}: expected finite values above 0, got {a}")
+    return array_module(a).ascontiguousarray(a)
+
+
+@lru_cache(maxsize=256)
+def _filled(value: float, n: int, device: int | None) -> Array:
+    """A constant vector, made once: the common scale of 1 must not cost an allocation a call."""
+    if device is None:
+        a = np.full(n, value, np.float32)
+        a.flags.writeable = False
+        return a
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.full(n, value, np.float32)
+
+
+def _beside(x: Any, like: Array) -> Array:
+    """`x` as a contiguous float32 array on the side of `like`."""
+    if is_cupy(like):
+        import cupy
+
+        return cupy.ascontiguousarray(cupy.asarray(x, np.float32))
+    return np.ascontiguousarray(np.asarray(x, np.float32))
+
+
+def check_result(x: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> None:
+    if not isinstance(x, np.ndarray) and not is_cupy(x):
+        raise TypeError(f"{name}: expected a NumPy or CuPy array, which can be written, got {type(x).__name__}")
+    check_device(x, name, like)
+    if x.shape != shape or x.dtype != dtype:
+        raise ValueError(f"{name}: expected {shape} {dtype}, got {x.shape} {x.dtype}")
+    if isinstance(x, np.ndarray) and not x.flags.writeable:
+        raise TypeError(f"{name}: expected a writable array, got a read-only one")
+    if x.size and x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
+        raise ValueError(f"{name}: expected the last axis to be contiguous, got strides {x.strides}")
+
+
+def stacked(x: Any, name: str) -> Array:
+    if not isinstance(x, (list, tuple)):
+        return as_array(x, name)
+    parts = [as_array(part, name) for part in x]
+    if not parts:
+        raise ValueError(f"{name}: expected at least one part, got none")
+    return array_module(parts[0]).stack(parts)
+
+
+def array_module(x: Array) -> Any:
+    """The array module of `x`."""
+    if is_cupy(x):
+        import cupy
+
+        return cupy
+    return np

@@ -19,12 +19,16 @@ def dtype_name(x: Array) -> str:
     return str(x.dtype.name) if x.dtype.isnative else str(x.dtype)
 
 
+def _last_axis_strided(x: Array) -> bool:
+    return bool(x.size and x.shape[-1] > 1 and x.strides[-1] != x.itemsize)
+
+
 def check_rows(x: Array, name: str, shape: str) -> None:
     if x.ndim != 3:
         raise ValueError(f"{name}: expected {shape}, got shape {x.shape}")
     if dtype_name(x) not in DTYPES:
         raise TypeError(f"{name}: expected dtype {', '.join(DTYPES)}, got {dtype_name(x)}; cast it first")
-    if x.shape[2] > 1 and x.strides[2] != x.itemsize:
+    if _last_axis_strided(x):
         raise ValueError(f"{name}: expected head_dim to be contiguous, got strides {x.strides}; pass a contiguous copy")
 
 
@@ -47,7 +51,7 @@ def check_caches(
             raise ValueError(
                 f"{name}: expected {_shape_of(layout, k_classic)} for layout {layout!r}, got shape {cache.shape}"
             )
-        if cache.shape[-1] > 1 and cache.strides[-1] != cache.itemsize:
+        if _last_axis_strided(cache):
             raise ValueError(f"{name}: expected the last axis to be contiguous, got strides {cache.strides}")
     held = dtype_name(k_cache)
     if held == "uint8":
@@ -222,7 +226,7 @@ def check_result(x: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
         raise ValueError(f"{name}: expected {shape} {dtype}, got {x.shape} {x.dtype}")
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise TypeError(f"{name}: expected a writable array, got a read-only one")
-    if x.size and x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
+    if _last_axis_strided(x):
         raise ValueError(f"{name}: expected the last axis to be contiguous, got strides {x.strides}")
 
 

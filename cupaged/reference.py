@@ -8,6 +8,8 @@ nothing; the functions at the top of the package do. Positions, masks and the or
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .arrays import FP8_DTYPES, Array, numpy_dtype, pages_view
@@ -144,7 +146,8 @@ def gather(
     ids = np.asarray(table[: -(-int(n) // block_size)])
     mapped = np.repeat(ids >= 0, block_size)[:n]
     tokens = pages[np.maximum(ids, 0)].swapaxes(1, 2)  # [blocks, block_size, num_kv_heads, ...]
-    tokens = tokens.reshape(len(ids) * block_size, tokens.shape[2], -1)[:n]  # -1: classic K keeps head_dim in two axes
+    head_dim = math.prod(tokens.shape[3:])  # classic K keeps it in two axes
+    tokens = tokens.reshape(len(ids) * block_size, tokens.shape[2], head_dim)[:n]
     if kv_dtype in FP8_DTYPES:
         tokens = tokens.view(numpy_dtype(kv_dtype))
     tokens = tokens.astype(np.float64) * np.asarray(scale, np.float64).reshape(-1, 1)

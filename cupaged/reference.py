@@ -179,7 +179,7 @@ def write_kv(
         )
 
 
-def _encode(new: Array, scale: Array | float, kv_dtype: str | None, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
+def _encode(new: Array, scale: Array | float, kv_dtype: str | None, dtype: np.dtype) -> Array:
     scaled = new.astype(np.float32) / np.asarray(scale, np.float32).reshape(-1, 1)
     if kv_dtype not in FP8_DTYPES:
         return scaled.astype(dtype)

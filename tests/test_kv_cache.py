@@ -1,0 +1,227 @@
+"""The pool's memory: sizes, layouts, steps in order, copies before writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupaged import BlockAllocator, KVCache, blocks_for, reference
+from cupaged.arrays import numpy_dtype
+
+
+def small_cache(**changes: Any) -> KVCache:
+    sizes: dict[str, Any] = {
+        "num_layers": 2,
+        "num_blocks": 6,
+        "block_size": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "dtype": "float32",
+    }
+    return KVCache(**(sizes | {"device": "cpu"} | changes))
+
+
+def new_rows(rng: np.random.Generator, n: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    k, v = (rng.standard_normal((n, 2, 8)).astype(numpy_dtype(dtype)) for _ in range(2))
+    return k, v
+
+
+def test_a_slot_of_all_layers_takes_what_the_sizes_say() -> None:
+    for dtype, itemsize in (("float32", 4), ("float16", 2), ("bfloat16", 2), ("fp8_e4m3", 1)):
+        cache = KVCache(
+            num_layers=30, num_blocks=3, block_size=1, num_kv_heads=3, head_dim=64, dtype=dtype, device="cpu"
+        )
+        assert cache.bytes_per_block == 2 * 30 * 3 * 64 * itemsize
+        assert cache.pool.nbytes == 3 * cache.bytes_per_block
+    sizes: dict[str, Any] = {"num_layers": 30, "block_size": 16, "num_kv_heads": 3, "head_dim": 64, "dtype": "float32"}
+    per_block = 2 * 30 * 3 * 16 * 64 * 4
+    assert [blocks_for(n, **sizes) for n in (per_block - 1, per_block, 10 * per_block)] == [0, 1, 10]
+
+
+def test_one_block_of_all_layers_is_one_contiguous_piece() -> None:
+    assert small_cache().pool[3].flags.c_contiguous
+    k_cache, v_cache = small_cache(order="layer").layer(1)
+    assert k_cache.flags.c_contiguous and v_cache.flags.c_contiguous
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("order", ["page", "layer"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_is_written_is_gathered_and_attended(
+    rng: np.random.Generator, layout: str, order: str, dtype: str
+) -> None:
+    cache, alloc = small_cache(layout=layout, order=order, dtype=dtype), BlockAllocator(6, 4)
+    cache.pool[:] = np.nan
+    alloc.add_request("other", 3)
+    rows = [[], []]
+    for n in (6, 1, 1):
+        step = alloc.add_request("A", n) if n == 6 else alloc.grow("A", n)
+        cache.begin(step)
+        for layer in range(2):
+            k, v = new_rows(rng, n, dtype)
+            rows[layer].append((k, v))
+            cache.write(layer, k, v, step)
+            k, v = (np.concatenate(x) for x in zip(*rows[layer], strict=True))
+            for got, expected in zip(cache.gather(layer, alloc.tables["A"], len(k)), (k, v), strict=True):
+                np.testing.assert_array_equal(got, expected)
+                assert got.flags.c_contiguous
+            q = rng.standard_normal((1, 4, 8)).astype(numpy_dtype(dtype))
+            if n == 1:
+                out, lse = cache.attend(layer, q, step, return_lse=True)
+                expected_out, expected_lse = reference.dense_attention(q, k, v)
+                np.testing.assert_allclose(
+                    out.astype(float), expected_out, atol={"float32": 1e-6, "float16": 2e-3}.get(dtype, 2e-2)
+                )
+                np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_forked_sequences_equal_dense_copies(data: st.DataObject) -> None:
+    """Fork, grow, reorder and free at random: every sequence always reads back exactly its own tokens."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    cache, alloc = small_cache(num_blocks=24, block_size=data.draw(st.sampled_from([1, 3, 4]))), None
+    alloc = BlockAllocator(24, cache.block_size)
+    cache.pool[:] = np.nan
+    dense: dict[str, np.ndarray] = {}
+
+    def run(step: Any, ids: list[str], counts: list[int]) -> None:
+        cache.begin(step)
+        k, v = new_rows(rng, sum(counts))
+        for layer in range(2):
+            cache.write(layer, k + layer, v + layer, step)
+        for name, part in zip(ids, np.split(k, np.cumsum(counts)[:-1]), strict=True):
+            dense[name] = np.concatenate([dense.get(name, np.zeros((0, 2, 8), np.float32)), part])
+
+    run(alloc.add_request("A", 3), ["A"], [3])
+    for fresh in range(data.draw(st.integers(1, 8))):
+        ids = sorted(dense)
+        kind = data.draw(st.sampled_from(["grow", "fork", "reorder", "free", "truncate"]))
+        if kind == "grow":
+            counts = data.draw(st.lists(st.integers(0, 3), min_size=len(ids), max_size=len(ids)))
+            try:
+                step = alloc.grow_batch(ids, counts)
+            except MemoryError:
+                continue
+            run(step, ids, counts)
+        elif kind == "fork":
+            parent = data.draw(st.sampled_from(ids))
+            alloc.fork_request(parent, [f"B{fresh}"])
+            dense[f"B{fresh}"] = dense[parent]
+        elif kind == "reorder":
+            parents = data.draw(st.lists(st.integers(0, len(ids) - 1), min_size=len(ids), max_size=len(ids)))
+            alloc.reorder(ids, parents)
+            dense.update(zip(ids, [dense[ids[p]] for p in parents], strict=True))
+        elif kind == "truncate":
+            name = data.draw(st.sampled_from(ids))
+            length = data.draw(st.integers(0, len(dense[name])))
+            alloc.truncate(name, length)
+            dense[name] = dense[name][:length]
+        elif len(ids) > 1:
+            name = data.draw(st.sampled_from(ids))
+            alloc.free_request(name)
+            del dense[name]
+        alloc.check()
+        for name, tokens in dense.items():
+            for layer in range(2):
+                np.testing.assert_array_equal(cache.gather(layer, alloc.tables[name], len(tokens))[0], tokens + layer)
+
+
+def forked_steps() -> tuple[Any, Any, Any]:
+    """A step without copies, one with a copy, and one after it."""
+    alloc = BlockAllocator(6, 4)
+    first = alloc.add_request("A", 3)
+    alloc.fork_request("A", ["B"])
+    return first, alloc.grow("A", 1), alloc.grow("B", 1)
+
+
+def test_a_step_whose_predecessor_with_copies_did_not_run_is_refused() -> None:
+    first, copying, later = forked_steps()
+    assert len(copying.copies) == 1 and len(first.copies) == len(later.copies) == 0
+    cache = small_cache()
+    cache.begin(first)
+    with pytest.raises(RuntimeError, match=f"number {later.serial} needs the copies of step number {copying.serial}"):
+        cache.begin(later)
+    cache.begin(copying)
+    cache.begin(later)
+    with pytest.raises(RuntimeError, match=f"number {copying.serial} comes after number {later.serial} began"):
+        cache.begin(copying)
+
+
+def test_copies_of_a_step_run_once(rng: np.random.Generator) -> None:
+    first, copying, _ = forked_steps()
+    cache = small_cache()
+    cache.begin(first)
+    cache.write(0, *new_rows(rng, 3), first)
+    cache.begin(copying)
+    k, v = new_rows(rng, 1)
+    cache.write(0, k, v, copying)
+    cache.begin(copying)  # again: must not copy over what was written
+    table = copying.block_tables[0]
+    np.testing.assert_array_equal(cache.gather(0, table, 4)[0][3], k[0])
+
+
+def test_writing_before_begin_is_refused(rng: np.random.Generator) -> None:
+    first, *_ = forked_steps()
+    cache = small_cache()
+    for call in (
+        lambda: cache.write(0, *new_rows(rng, 3), first),
+        lambda: cache.attend(0, np.ones((3, 4, 8), np.float32), first),
+    ):
+        with pytest.raises(RuntimeError, match=r"has not begun .* call cache.begin"):
+            call()
+
+
+def test_a_step_of_another_geometry_is_refused() -> None:
+    for alloc in (BlockAllocator(6, 8), BlockAllocator(7, 4)):
+        with pytest.raises(ValueError, match=r"step: its allocator has .* blocks of .* tokens, the cache 6 of 4"):
+            small_cache().begin(alloc.add_request("A", 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
+        ({"num_blocks": 2.0}, "num_blocks: expected an integer of at least 1, got 2.0"),
+        ({"head_dim": 12}, "head_dim: expected a multiple of 8 from 8 to 256, got 12"),
+        ({"layout": "classic"}, "layout: expected one of HND, NHD, got 'classic'"),
+        ({"order": "block"}, "order: expected one of page, layer, got 'block'"),
+        ({"device": "gpu"}, "device: expected one of cpu, cuda, auto, got 'gpu'"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+    ],
+)
+def test_bad_sizes_are_refused_at_construction(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small_cache(**changes)
+
+
+def test_gather_refuses_what_the_table_does_not_hold() -> None:
+    cache = small_cache()
+    with pytest.raises(ValueError, match="seq_len: expected 0 to 4, what table_row holds, got 5"):
+        cache.gather(0, np.array([1]), 5)
+    with pytest.raises(ValueError, match="table_row: expected block ids from 0 to 5, got"):
+        cache.gather(0, np.array([6]), 1)
+    with pytest.raises(IndexError, match="layer: expected 0 to 1, got 2"):
+        cache.gather(2, np.array([0]), 1)
+
+
+def test_no_gpu_and_no_cupy_are_different_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ModuleNotFoundError, match="needs CuPy, which is not installed: pip install"):
+        small_cache(device="cuda")
+
+    class Cupy:
+        class cuda:
+            @staticmethod
+            def is_available() -> bool:
+                return False
+
+    monkeypatch.setitem(sys.modules, "cupy", Cupy)
+    with pytest.raises(RuntimeError, match="found no GPU"):
+        small_cache(device="cuda")

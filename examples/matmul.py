@@ -28,7 +28,7 @@ _SHARE = 1 << 18  # fewest weights worth another thread
 def linear(x: Array, w: Array) -> Array:
     """`x [n, in] @ w.T [in, out] -> [n, out]`, w stored as `[out, in]`."""
     n = len(x)
-    if not isinstance(w, np.ndarray) or n == 1 or n > _FEW_ROWS:
+    if not isinstance(w, np.ndarray) or not 1 < n <= _FEW_ROWS:
         return x @ w.T
     rows = _tile_rows(len(w), _TILE // (n * w.shape[1]))
     out = np.empty((n, len(w)), np.float32)

@@ -1,0 +1,256 @@
+// The executor's memory: shared memory poisoned before each block, asynchronous copies that land at a moment the program
+// allows, fences and atomics for ThreadSanitizer, and the checks of alignment and bounds.
+#include "runtime.h"
+
+#include <pthread.h>
+
+#if defined(SIMT_ASAN)
+#include <sanitizer/asan_interface.h>
+#elif defined(SIMT_TSAN)
+#include <sanitizer/tsan_interface.h>
+extern "C" void __tsan_read_range(void*, unsigned long);
+extern "C" void __tsan_write_range(void*, unsigned long);
+extern "C" void __tsan_java_init(unsigned long, unsigned long);
+extern "C" void __tsan_java_alloc(unsigned long, unsigned long);
+#endif
+
+namespace simt {
+
+namespace {
+
+// All bits set is a NaN as float, half, bfloat16 and both fp8 formats, and -1 as an integer.
+constexpr unsigned char kPoison = 0xff, kCanary = 0xa5;
+
+unsigned canary_bytes() { return std::min(4096u, kMaxShared - run.launch->shared_bytes); }
+
+bool in_shared(const void* address, unsigned bytes) {
+  auto p = static_cast<const unsigned char*>(address);
+  return p >= smem && p + bytes <= smem + run.launch->shared_bytes;
+}
+
+}  // namespace
+
+void begin_launch() {
+#if defined(SIMT_TSAN)
+  static bool known;
+  if (!known) __tsan_java_init(reinterpret_cast<unsigned long>(smem), kMaxShared);
+  known = true;
+#endif
+}
+
+void end_launch() {}
+
+void begin_block() {
+  unsigned bytes = run.launch->shared_bytes;
+#if defined(SIMT_ASAN)
+  __asan_unpoison_memory_region(smem, kMaxShared);
+#endif
+  memset(smem, kPoison, bytes);
+  memset(smem + bytes, kCanary, canary_bytes());
+#if defined(SIMT_ASAN)
+  __asan_poison_memory_region(smem + bytes, kMaxShared - bytes);
+#elif defined(SIMT_TSAN)
+  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // forgets the accesses of the last block
+#elif defined(SIMT_CHECKED)
+  forget_shared();
+#endif
+}
+
+void end_block() {
+#if !defined(SIMT_ASAN)
+  unsigned bytes = run.launch->shared_bytes;
+  for (unsigned i = 0; i < canary_bytes(); ++i)
+    if (smem[bytes + i] != kCanary) {
+      report(nullptr, 0, "write past shared memory: byte %u, the launch has %u", bytes + i, bytes);
+      return;
+    }
+#endif
+  end_trace();
+}
+
+void find_thread_stack(void** bottom, size_t* bytes) {
+  pthread_attr_t attributes;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, bottom, bytes);
+  pthread_attr_destroy(&attributes);
+}
+
+void check_shared(const void* address, unsigned bytes, int write, Site site) {
+  if (!in_shared(address, bytes))
+    simt_fail(site.file, site.line, "access of %u bytes at %p is outside the launch's shared memory of %u bytes", bytes, address,
+              run.launch->shared_bytes);
+#if defined(SIMT_CHECKED)
+  check_shared_state(address, bytes, write, site);
+#elif defined(SIMT_TSAN)
+  write ? __tsan_write_range(const_cast<void*>(address), bytes) : __tsan_read_range(const_cast<void*>(address), bytes);
+#elif defined(SIMT_ASAN)
+  (void)write;
+#else
+  (void)write;
+#endif
+}
+
+void access_for_lane(Fiber* lane, const void* row, Site site) {
+  check_shared(row, 16, kRead, site);
+  trace(lane, row, 16, kShared, kRead, site);
+}
+
+// -------------------------------------------------------------------------------------------- asynchronous copies
+
+namespace {
+
+void land(const Copy& copy) {
+#if defined(SIMT_TSAN)
+  __tsan_write_range(copy.to, copy.bytes);
+  __tsan_read_range(const_cast<unsigned char*>(copy.from), copy.valid);
+#endif
+  memcpy(copy.to, copy.from, copy.valid);
+  memset(copy.to + copy.valid, 0, copy.bytes - copy.valid);
+#if defined(SIMT_CHECKED)
+  mark_shared(copy.to, copy.bytes, kInitialised);
+#endif
+}
+
+}  // namespace
+
+void land_copies(Fiber* fiber, unsigned first_left) {
+  auto& copies = fiber->copies;
+  auto stays = [=](const Copy& copy) { return copy.group >= first_left; };
+  auto landing = std::stable_partition(copies.begin(), copies.end(), stays);
+  for (auto copy = landing; copy != copies.end(); ++copy) land(*copy);
+  copies.erase(landing, copies.end());
+}
+
+void maybe_land_copies(Fiber* fiber) {
+  auto& copies = fiber->copies;
+  if (copies.empty() || run.copies != kAnyTime) return;
+  for (size_t i = 0; i < copies.size();) {
+    if (run.random.below(4)) {
+      ++i;
+    } else {
+      land(copies[i]);
+      copies[i] = copies.back();
+      copies.pop_back();
+    }
+  }
+}
+
+}  // namespace simt
+
+using namespace simt;
+
+void simt_async_copy(void* to, const void* from, unsigned bytes, unsigned valid, const char* file, int line) {
+  Fiber* me = run.current;
+  Site site = {file, line};
+  uintptr_t misaligned = (uintptr_t(to) | uintptr_t(from)) & (bytes - 1);
+  if (misaligned)
+    simt_fail(file, line, "misaligned cp.async of %u bytes: %p <- %p", bytes, to, from);
+  if (!in_shared(to, bytes))
+    simt_fail(file, line, "cp.async to %p is outside the launch's shared memory of %u bytes", to, run.launch->shared_bytes);
+  if (in_shared(from, 1)) simt_fail(file, line, "cp.async reads shared memory at %p, it copies from global memory", from);
+  trace(me, from, valid, kGlobal, kRead, site);
+  trace(me, to, bytes, kShared, kWrite, site);
+#if defined(SIMT_CHECKED)
+  if (valid) check_global(from, valid, kRead, site);
+#elif defined(SIMT_TSAN)
+  __tsan_write_range(to, bytes);  // it may land at once
+#elif defined(SIMT_ASAN)
+  if (valid) {  // read now as well: the report then shows the kernel's line
+    volatile unsigned char first = *static_cast<const unsigned char*>(from);
+    volatile unsigned char last = static_cast<const unsigned char*>(from)[valid - 1];
+    (void)first, (void)last;
+  }
+#endif
+  Copy copy = {static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), bytes, valid, me->committed, site};
+  if (run.copies == kEarly) {
+    land(copy);
+    return;
+  }
+  memset(to, kPoison, bytes);  // what lies there until it lands is undefined
+#if defined(SIMT_CHECKED)
+  mark_shared(to, bytes, kInFlight);
+#endif
+  me->copies.push_back(copy);
+}
+
+void simt_async_commit() { ++run.current->committed; }
+
+void simt_async_wait(int groups_left) {
+  Fiber* me = run.current;
+  if (me->committed > unsigned(groups_left)) land_copies(me, me->committed - groups_left);
+}
+
+// ------------------------------------------------------------------------- accesses, approximations, fences, atomics
+
+void simt_access(const void* address, unsigned bytes, int space, int write, const char* file, int line) {
+  Site site = {file, line};
+  if (uintptr_t(address) & (bytes - 1)) simt_fail(file, line, "misaligned access of %u bytes at %p", bytes, address);
+  if (space == kAny) space = in_shared(address, 1) ? kShared : kGlobal;
+  if (space == kShared) {
+    check_shared(address, bytes, write, site);
+  } else if (in_shared(address, 1)) {
+    simt_fail(file, line, "global access of %u bytes at %p, which is shared memory", bytes, address);
+  } else {
+#if defined(SIMT_CHECKED)
+    check_global(address, bytes, write, site);
+#endif
+  }
+  trace(run.current, address, bytes, space, write, site);
+}
+
+float simt_approximate(double exact, double relative_error, unsigned input_bits) {
+  float nearest = float(exact);
+  if (!(fabs(exact) < 3e38) || exact == 1 || fabs(exact) < 0x1p-126) return nearest;
+  Random random;
+  random.seed(run.launch->model ^ input_bits * 0x9e3779b97f4a7c15ull);
+  double u = double(random.next() >> 11) * 0x1p-52 - 1;  // in [-1, 1)
+  return float(exact * (1 + u * (relative_error - 0x1p-24)));  // rounding to float takes the rest of the bound
+}
+
+void simt_fence() {
+#if defined(SIMT_TSAN)
+  Fiber* me = run.current;
+  if (me->observed) __tsan_acquire(const_cast<void*>(me->observed));
+  me->fenced = true;
+#endif
+}
+
+void simt_atomic_begin(const void* address, unsigned bytes, int acquires, int releases, const char* file, int line) {
+  (void)acquires;
+  if (uintptr_t(address) & (bytes - 1)) simt_fail(file, line, "misaligned atomic of %u bytes at %p", bytes, address);
+#if defined(SIMT_TSAN)
+  if (releases || run.current->fenced) __tsan_release(const_cast<void*>(address));
+#else
+  (void)releases;
+#endif
+}
+
+void simt_atomic_end(const void* address, int acquires, int releases) {
+  (void)releases;
+#if defined(SIMT_TSAN)
+  run.current->observed = address;
+  if (acquires) __tsan_acquire(const_cast<void*>(address));
+#else
+  (void)address, (void)acquires;
+#endif
+}
+
+namespace simt {
+
+void happens_before(const void* sync) {
+#if defined(SIMT_TSAN)
+  __tsan_release(const_cast<void*>(sync));
+#else
+  (void)sync;
+#endif
+}
+
+void happens_after(const void* sync) {
+#if defined(SIMT_TSAN)
+  __tsan_acquire(const_cast<void*>(sync));
+#else
+  (void)sync;
+#endif
+}
+
+}  // namespace simt

@@ -1,0 +1,190 @@
+"""The CPU backend: checked calls become one record of addresses and strides, and compiled workers take its items from a counter.
+
+Numba compiles a kernel when a call first needs it and keeps it on disk. Threads are Numba's (`numba.set_num_threads` is respected); a
+lock lets one call at a time use them, since not all of Numba's threading layers may be entered twice. Small calls run on the
+calling thread alone. Results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, Attention, WriteKV
+
+try:
+    import numba
+except ImportError:
+    raise ImportError("numba is not installed: pip install 'cupaged[cpu]'") from None
+
+from .cpu_cache import copy_kernel, write_kernel
+from .cpu_decode import decode_kernel
+from .cpu_vector import KV_CODES, call_worker, entry
+from .cpu_prefill import prefill_kernel
+from .cpu_work import FIELDS, PACKING, SCRATCH_BYTES, kernels_needed, plan
+
+_SERIAL_COST = 1 << 16  # products of a query with a key element; waking threads costs as much as some ten thousand
+_SERIAL_ELEMENTS = 1 << 15  # the same for elements to write
+_Q_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+PARTIALS, TICKETS = FIELDS.index("partials"), FIELDS.index("tickets")
+_threads_free = threading.Lock()
+_pack = struct.Struct(PACKING).pack_into
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[misc,unused-ignore]
+def _run_parallel(kernel: int, params: int, workers: int) -> None:
+    for number in numba.prange(workers):
+        call_worker(kernel, params, number)
+
+
+@entry
+def _run_serial(kernel: int, params: int) -> None:
+    call_worker(kernel, params, 0)
+
+
+class _Workspace(threading.local):
+    """Memory that outlives a call, one set for each Python thread."""
+
+    def __init__(self) -> None:
+        self.params = np.zeros(_pack_size // 8, np.int64)
+        self.zeros = np.zeros(256, np.float32)  # head_dim of a key that is not there
+        self.work = np.zeros(0, np.int64)
+        self.partials = np.zeros(0, np.float32)
+        self.tickets = np.zeros(0, np.int64)  # whoever merges sets its ticket back to 0
+        self.scratch = np.zeros(0, np.uint8)
+
+    def room(self, name: str, size: int) -> int:
+        """The address of at least `size` elements, grown to double when too small."""
+        array = getattr(self, name)
+        if array.size < size:
+            array = np.zeros(max(size, 2 * array.size), array.dtype)
+            setattr(self, name, array)
+        return address(array)
+
+
+_pack_size = struct.calcsize(PACKING)
+_workspace = _Workspace()
+
+
+def address(x: Array | None) -> int:
+    return 0 if x is None else x.ctypes.data
+
+
+@lru_cache(maxsize=None)
+def _kernel(kv: int, kernel: int) -> int:
+    """The address of a compiled worker."""
+    return int((decode_kernel(kv, kernel) if kernel < 5 else prefill_kernel(kv, kernel - 5)).address)
+
+
+@lru_cache(maxsize=None)
+def _write_kernel(kind: int, kv: int) -> int:
+    return int(write_kernel(kind, kv).address)
+
+
+def run(kernel: int, params: int, workers: int) -> None:
+    if workers <= 1:
+        _run_serial(kernel, params)
+        return
+    with _threads_free:
+        _run_parallel(kernel, params, workers)
+
+
+def paged_attention(call: Attention) -> None:
+    """Attention of a checked call on NumPy arrays, classic layout excepted. Every row of `call.out` and `call.lse` is written."""
+    q, out, lse, k, v = call.q, call.out, call.lse, call.k_pages, call.v_pages
+    num_seqs = len(call.seq_lens)
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k.shape
+    own = _workspace
+    threads = numba.get_num_threads()
+    params = own.params
+    where = address(params)
+    _pack(
+        params, 0,
+        address(q), address(out), address(lse), address(k), address(v), address(call.block_tables), address(call.seq_lens),
+        address(call.query_start_loc), address(call.alibi_slopes), address(call.sinks), address(call.k_scale), address(call.v_scale),
+        address(own.zeros), own.room("work", 3 * num_seqs), 0, 0, own.room("scratch", threads * SCRATCH_BYTES),
+        *q.strides[:2], *out.strides[:2], *((0, 0) if lse is None else lse.strides), *k.strides[:3], *v.strides[:3],
+        call.block_tables.strides[0],
+        num_seqs, num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, call.causal, call.window or 0, call.chunk or 0,
+        call.num_splits or 0, _Q_KINDS[q.dtype.name], 0, 0,
+        call.scale, call.softcap or 0.0,
+    )  # fmt: skip
+    needed = kernels_needed(where)
+    kv = KV_CODES[call.kv_dtype]
+    kernel = 0
+    while needed >> kernel:
+        if needed >> kernel & 1:
+            items, cost, floats, tickets = plan(where, kernel)
+            params[PARTIALS], params[TICKETS] = own.room("partials", floats), own.room("tickets", tickets)
+            run(_kernel(kv, kernel), where, 1 if cost < _SERIAL_COST else min(threads, items))
+        kernel += 1
+
+
+def write_kv(call: WriteKV) -> None:
+    """Store rows at their slots, checked beforehand; layout "HND" only."""
+    k, v, k_pages, v_pages, slots = call.k, call.v, call.k_pages, call.v_pages, call.slot_mapping
+    slots = slots.astype(np.int64, copy=False)
+    _, num_kv_heads, block_size, head_dim = k_pages.shape
+    params = np.array([
+        address(k), address(v), address(k_pages), address(v_pages), address(slots), address(call.k_scale), address(call.v_scale),
+        *k.strides[:2], *v.strides[:2], *k_pages.strides[:3], *v_pages.strides[:3],
+        len(slots), num_kv_heads, block_size, head_dim, 0,
+    ])  # fmt: skip
+    kernel = _write_kernel(_Q_KINDS[k.dtype.name], KV_CODES[call.kv_dtype])
+    elements = len(slots) * num_kv_heads * head_dim
+    run(kernel, address(params), 1 if elements < _SERIAL_ELEMENTS else numba.get_num_threads())
+
+
+def copy_blocks(pool: Array, copies: Array) -> None:
+    """`pool[copies[n, 1]] = pool[copies[n, 0]]` for all n; no block is both source and destination, no destination repeats."""
+    if not len(copies):
+        return
+    if not pool[0].flags.c_contiguous:
+        for source, target in copies:
+            pool[target] = pool[source]
+        return
+    copies = np.ascontiguousarray(copies, np.int64)
+    params = np.array([address(pool), pool.strides[0], pool[0].nbytes, address(copies), len(copies), 0])
+    run(int(copy_kernel().address), address(params), 1 if len(copies) == 1 else numba.get_num_threads())
+
+
+def merge_states(outs: Array, lses: Array, sinks: Array | None, out: Array, lse: Array) -> None:
+    """Combine partial results `outs [parts, tokens, heads, head_dim]`, `lses [parts, tokens, heads]` into `out`, `lse`."""
+    parts, head_dim = len(outs), outs.shape[-1]
+    flat = np.ascontiguousarray(outs, np.float32).reshape(parts, -1, head_dim)
+    merged = np.empty(flat.shape[1:], np.float32)
+    merged_lse = np.empty(len(merged), np.float32)
+    no_sinks = np.zeros(0, np.float32)
+    _merge(
+        flat, np.ascontiguousarray(lses).reshape(parts, -1), no_sinks if sinks is None else sinks, merged, merged_lse
+    )
+    out[...], lse[...] = merged.reshape(out.shape), merged_lse.reshape(lse.shape)
+
+
+@entry
+def _merge(outs: Array, lses: Array, sinks: Array, out: Array, lse: Array) -> None:
+    parts, rows, head_dim = outs.shape
+    for r in range(rows):
+        top = -math.inf
+        for n in range(parts):
+            top = max(top, lses[n, r])
+        total = 0.0
+        out[r] = 0
+        for n in range(parts):
+            if lses[n, r] > -math.inf or math.isnan(lses[n, r]):
+                weight = math.exp(lses[n, r] - top)
+                total += weight
+                for d in range(head_dim):
+                    out[r, d] += np.float32(weight) * outs[n, r, d]
+        lse[r] = top + math.log(total) if total > 0 else -math.inf
+        if total > 0:
+            keep = 1.0
+            if len(sinks):
+                keep = 1.0 / (1.0 + math.exp(sinks[r % len(sinks)] - lse[r]))
+            out[r] *= np.float32(keep / total)

@@ -1,0 +1,198 @@
+"""Attention of many query rows: prefill, append, and decode with many query heads on one KV head.
+
+Bound by arithmetic. Query rows lie in the lanes of vectors, `lanes` of them in a tile, and everything is computed transposed, so that
+no sum runs across a vector and no row needs a branch of its own: S^T = K Q^T, softmax down the columns, O^T = alpha O^T + V^T P^T.
+A tile of KEYS tokens is first copied from its pages as float32, which also puts zeros in place of what must not be read.
+
+A worker's memory, float32 unless said:
+    queries [head_dim, lanes]   output [head_dim, lanes]   keys, values [KEYS, head_dim]   scores [KEYS, lanes]
+    largest logit, sum, alpha, slope [lanes]   first key, end of keys, position [lanes] int32
+    addresses of K, V [KEYS] int64   token positions [KEYS] int32
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+from .cpu_products import outer
+from .cpu_vector import (
+    READ_FACTOR, WIDTH, add, choose, compiled, divide, exp, fetch_add, fma, load, load_ints, maximum, multiply, peek_float, peek_int,
+    peek_long, poke_float, poke_int, select_finite, splat, splat_int, store, subtract, subtract_int, tanh, to_float, widen_row, within,
+    worker,
+)  # fmt: skip
+from .cpu_work import (
+    COUNTER, MOST_VECTORS, SCRATCH_BYTES, SOURCE, chunks_of, end_of_keys, find_tile, first_key, read_query, sequence, sequence_of,
+    view, write_result,
+)  # fmt: skip
+
+KEYS = 96  # tokens of a tile
+_LANES = 4 * WIDTH * MOST_VECTORS
+QUERIES = 0
+OUTPUT = QUERIES + 256 * _LANES
+KEY_TILE = OUTPUT + 256 * _LANES
+VALUE_TILE = KEY_TILE + 4 * KEYS * 256
+SCORES = VALUE_TILE + 4 * KEYS * 256
+TOP, SUM, ALPHA, SLOPE, LOW, HIGH, PLACE = (SCORES + (KEYS + n) * _LANES for n in range(7))
+KEY_ROWS = PLACE + _LANES
+VALUE_ROWS = KEY_ROWS + 8 * KEYS
+POSITIONS = VALUE_ROWS + 8 * KEYS
+ROW = POSITIONS + 4 * KEYS  # one row [head_dim], on its way in or out
+
+
+@compiled
+def _begin_rows(p: Any, mine: int, lanes: int, begin: int, rows: int, first: int, m: int, n: int, h: int) -> None:
+    """Queries, bounds, slopes and an empty state in each lane; a lane without a row sees nothing."""
+    for lane in range(lanes):
+        at = mine + 4 * lane
+        r = begin + lane
+        query, head = (r // p.group, h * p.group + r % p.group) if r < rows else (0, h * p.group)
+        i = n - m + query
+        sees = i >= 0 and r < rows
+        poke_int(at + PLACE, i)
+        poke_int(at + LOW, first_key(p, i) if sees else 0)
+        poke_int(at + HIGH, end_of_keys(p, i, n) if sees else 0)
+        poke_float(at + SLOPE, peek_float(p.slopes + 4 * head) if p.slopes else 0.0)
+        poke_float(at + TOP, -math.inf)
+        poke_float(at + SUM, 0.0)
+        read_query(p, first + query, head, mine + ROW)
+        for d in range(p.head_dim):
+            poke_float(at + QUERIES + 4 * lanes * d, peek_float(mine + ROW + 4 * d))
+            poke_float(at + OUTPUT + 4 * lanes * d, 0.0)
+
+
+@compiled
+def _softmax(p: Any, at: int, lanes: int, positions: int, count: int, factor: float, edge: bool) -> None:
+    """Scores in one vector of lanes become weights; their largest logits, alphas and sums move on."""
+    low, high, place = load_ints(at + LOW), load_ints(at + HIGH), load_ints(at + PLACE)
+    slope = load(at + SLOPE)
+    old = load(at + TOP)
+    top = old
+    for t in range(count):
+        where = at + SCORES + 4 * lanes * t
+        s = multiply(load(where), splat(factor))
+        if p.softcap:
+            s = multiply(tanh(divide(s, splat(p.softcap))), splat(p.softcap))
+        if p.slopes:
+            s = fma(slope, to_float(subtract_int(splat_int(peek_int(positions + 4 * t)), place)), s)
+        if edge:
+            s = choose(within(splat_int(peek_int(positions + 4 * t)), low, high), s, splat(-math.inf))
+        store(where, s)
+        top = maximum(s, top)
+    base = select_finite(top)
+    alpha = exp(subtract(old, base))
+    sums = multiply(load(at + SUM), alpha)
+    for t in range(count):
+        where = at + SCORES + 4 * lanes * t
+        weight = exp(subtract(load(where), base))
+        store(where, weight)
+        sums = add(sums, weight)
+    store(at + SUM, sums)
+    store(at + ALPHA, alpha)
+    store(at + TOP, top)
+
+
+@compiled
+def _merge(p: Any, mine: int, partial: int, lanes: int, chunks: int) -> None:
+    """Combine the partial results of all chunks, in order, into the worker's state."""
+    D = p.head_dim
+    size = 4 * lanes * (D + 2)
+    for v in range(0, lanes, WIDTH):
+        at = mine + 4 * v
+        top = splat(-math.inf)
+        for c in range(chunks):
+            top = maximum(load(partial + c * size + 4 * (lanes * D + v)), top)
+        base = select_finite(top)
+        sums = splat(0.0)
+        for d in range(D):
+            store(at + OUTPUT + 4 * lanes * d, splat(0.0))
+        for c in range(chunks):
+            state = partial + c * size + 4 * v
+            weight = exp(subtract(load(state + 4 * lanes * D), base))
+            sums = fma(weight, load(state + 4 * lanes * (D + 1)), sums)
+            for d in range(D):
+                where = at + OUTPUT + 4 * lanes * d
+                store(where, fma(weight, load(state + 4 * lanes * d), load(where)))
+        store(at + TOP, top)
+        store(at + SUM, sums)
+
+
+@lru_cache(maxsize=None)
+def prefill_kernel(kv: int, shift: int) -> Any:
+    """The worker for keys of format `kv` and row tiles of 2 ** shift vectors."""
+    source, gain, vectors = SOURCE, READ_FACTOR[kv], 1 << shift
+    lanes = vectors * WIDTH
+
+    def prefill(params: int, number: int) -> None:
+        source  # noqa: B018 - part of the cache key
+        p = view(params)[0]
+        mine = p.scratch + number * SCRATCH_BYTES
+        D = p.head_dim
+        while True:
+            item = fetch_add(params + COUNTER, 1)
+            if item >= p.num_items:
+                break
+            s = sequence_of(p, item)
+            item -= peek_long(p.work + 24 * s)
+            first, m, n = sequence(p, s)
+            rows = m * p.group
+            length, first_chunk, chunks = chunks_of(p, m, n)
+            tiles = -(-rows // lanes)
+            h = item % p.num_kv_heads
+            item //= p.num_kv_heads
+            c = item % chunks
+            tile = tiles - 1 - item // chunks  # the latest rows see the most keys: longest items first
+            begin_row = tile * lanes
+            end_row = min(rows, begin_row + lanes)
+            _begin_rows(p, mine, lanes, begin_row, rows, first, m, n, h)
+
+            earliest = max(0, n - m + begin_row // p.group)
+            latest = n - m + (end_row - 1) // p.group
+            begin = max(first_key(p, earliest), (first_chunk + c) * length)
+            end = min(end_of_keys(p, latest, n) if latest >= 0 else 0, (first_chunk + c + 1) * length)
+            low, high = 0, n
+            for lane in range(end_row - begin_row):
+                low = max(low, peek_int(mine + LOW + 4 * lane))
+                high = min(high, peek_int(mine + HIGH + 4 * lane))
+            factor = p.scale * peek_float(p.k_scale + 4 * h) * gain
+            for j in range(begin, end, KEYS):
+                count = min(KEYS, end - j)
+                holes = find_tile(p, s, h, j, count, mine + KEY_ROWS, mine + VALUE_ROWS, mine + POSITIONS)
+                for t in range(count):
+                    widen_row(kv, peek_long(mine + KEY_ROWS + 8 * t), mine + KEY_TILE + 4 * D * t, D)
+                    widen_row(kv, peek_long(mine + VALUE_ROWS + 8 * t), mine + VALUE_TILE + 4 * D * t, D)
+                outer(
+                    vectors, False, mine + KEY_TILE, 4 * D, 4, mine + QUERIES, mine + SCORES, mine + ALPHA, (count + 7) // 8 * 8, D
+                )  # fmt: skip
+                edge = holes or low > j or high < j + count
+                for v in range(vectors):
+                    _softmax(p, mine + 4 * WIDTH * v, lanes, mine + POSITIONS, count, factor, edge)
+                outer(vectors, True, mine + VALUE_TILE, 4, 4 * D, mine + SCORES, mine + OUTPUT, mine + ALPHA, D, count)
+
+            done = True
+            if chunks > 1:
+                ticket = peek_long(p.work + 24 * s + 16) + h * tiles + tile
+                size = 4 * lanes * (D + 2)
+                partial = p.partials + 4 * peek_long(p.work + 24 * s + 8) + (h * tiles + tile) * chunks * size
+                state = partial + c * size
+                for x in range(0, lanes * D, WIDTH):
+                    store(state + 4 * x, load(mine + OUTPUT + 4 * x))
+                for v in range(0, lanes, WIDTH):
+                    store(state + 4 * (lanes * D + v), load(mine + TOP + 4 * v))
+                    store(state + 4 * (lanes * (D + 1) + v), load(mine + SUM + 4 * v))
+                done = fetch_add(p.tickets + 8 * ticket, 1) == chunks - 1
+                if done:
+                    fetch_add(p.tickets + 8 * ticket, -chunks)
+                    _merge(p, mine, partial, lanes, chunks)
+            if done:
+                for lane in range(end_row - begin_row):
+                    for d in range(D):
+                        poke_float(mine + ROW + 4 * d, peek_float(mine + OUTPUT + 4 * (lanes * d + lane)))
+                    r = begin_row + lane
+                    write_result(
+                        p, first + r // p.group, h * p.group + r % p.group, mine + ROW, peek_float(mine + TOP + 4 * lane),
+                        peek_float(mine + SUM + 4 * lane), gain,
+                    )  # fmt: skip
+
+    return worker(prefill)

@@ -1,0 +1,473 @@
+"""Vectors of float32 for Numba: LLVM vector types of the host's width, and the few operations that attention needs.
+
+Numba's own loops leave the choice of registers to the auto-vectoriser. Here a value of type `floats` *is* one vector register of
+`WIDTH` lanes, so compiled code says what stays in registers. Addresses are plain integers. No fast-math flag is set anywhere:
+products and sums fuse where the machine can (`llvm.fmuladd`), NaN and infinities keep their meaning.
+
+`emit_*` functions build LLVM IR and are shared with the register-blocked products in `cpu_products`; the names without the
+prefix can be called from compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import cfunc, config, njit, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KV_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4}
+F32, F16, BF16, E4M3, E5M2 = range(5)
+ITEM_BYTES = (4, 2, 2, 1, 1)
+# e4m3 codes are read as float16 numbers 2^8 too small; whoever reads them multiplies their scale by this.
+READ_FACTOR = (1.0, 1.0, 1.0, 256.0, 1.0)
+
+
+def _host_width() -> int:
+    features = config.CPU_FEATURES
+    has = llvm.get_host_cpu_features() if features is None else {f[1:]: f[0] == "+" for f in features.split(",") if f}
+    return 16 if has.get("avx512bw") else 8 if has.get("avx2") and has.get("fma") else 4
+
+
+WIDTH = _host_width()  # lanes of a vector
+REGISTERS = 16 if WIDTH == 8 else 32  # vector registers of the host (SSE without AVX has 16, and is slow anyway)
+
+_f32, _i64, _i32, _i16, _i8, _i1 = (
+    ir.FloatType(),
+    ir.IntType(64),
+    ir.IntType(32),
+    ir.IntType(16),
+    ir.IntType(8),
+    ir.IntType(1),
+)
+LANES = ir.VectorType(_f32, WIDTH)
+
+
+def compiled(function: F) -> F:
+    """Compile on first use, without bounds checks. For functions that entry points call: machine code is kept only with theirs."""
+    return cast(F, njit(error_model="numpy")(function))
+
+
+def entry(function: F) -> F:
+    """Compile on first use what Python calls, release the GIL in it, and keep the machine code on disk."""
+    return cast(F, _cached(njit, nogil=True, error_model="numpy")(function))
+
+
+def worker(function: Callable[..., None]) -> Any:
+    """Compile `function(params_address, worker)` into machine code with an address that any thread may call; kept on disk."""
+    return _cached(cfunc, types.void(types.int64, types.int64), error_model="numpy")(function)
+
+
+def _cached(decorator: Any, *args: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return decorator(*args, cache=True, **options)(function)
+        except RuntimeError:  # no writable place for the cache, as in a frozen or read-only installation
+            return decorator(*args, **options)(function)
+
+    return decorate
+
+
+class _Vector(types.Type):
+    def __init__(self, lane: str) -> None:
+        super().__init__(name=f"{lane}x{WIDTH}")
+
+
+class _Floats(_Vector):
+    pass
+
+
+class _Ints(_Vector):
+    pass
+
+
+class _Mask(_Vector):
+    pass
+
+
+floats, ints, mask = _Floats("float32"), _Ints("int32"), _Mask("bool")
+
+
+def _model(lane: ir.Type) -> Any:
+    class Model(models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, dmm: Any, fe_type: Any) -> None:
+            super().__init__(dmm, fe_type, ir.VectorType(lane, WIDTH))
+
+    return Model
+
+
+register_model(_Floats)(_model(_f32))
+register_model(_Ints)(_model(_i32))
+register_model(_Mask)(_model(_i1))
+
+
+# ---- pieces of IR ----
+
+
+def const(value: float, width: int = WIDTH) -> ir.Constant:
+    """A float32 in every lane. LLVM takes float constants as the bits of the double of the same value."""
+    rounded = struct.unpack("f", struct.pack("f", value))[0]
+    return ir.Constant(ir.VectorType(_f32, width), [rounded] * width)
+
+
+def const_int(value: int, bits: int, width: int = WIDTH) -> ir.Constant:
+    return ir.Constant(ir.VectorType(ir.IntType(bits), width), [value] * width)
+
+
+def int64(value: int) -> ir.Constant:
+    return ir.Constant(_i64, value)
+
+
+def loop(
+    b: ir.IRBuilder,
+    start: ir.Value,
+    stop: ir.Value,
+    step: int,
+    carried: Sequence[ir.Value],
+    body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
+) -> tuple[ir.Value, list[ir.Value]]:
+    """`for i in range(start, stop, step)` with values carried round in registers; returns the first i not run, and the values."""
+    before = b.block
+    head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+    b.branch(head)
+    b.position_at_end(head)
+    i = b.phi(_i64)
+    phis = [b.phi(value.type) for value in carried]
+    b.cbranch(b.icmp_signed("<", i, stop), inside, after)
+    b.position_at_end(inside)
+    results = body(i, list(phis))
+    following = b.add(i, int64(step))
+    b.branch(head)
+    for phi, first, last in zip([i, *phis], [start, *carried], [following, *results], strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(last, b.block)
+    b.position_at_end(after)
+    return i, list(phis)
+
+
+def emit_splat(b: ir.IRBuilder, x: ir.Value, width: int = WIDTH) -> ir.Value:
+    one = b.insert_element(ir.Constant(ir.VectorType(x.type, width), ir.Undefined), x, ir.Constant(_i32, 0))
+    return emit_shuffle(b, one, one, [0] * width)
+
+
+def emit_shuffle(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
+    return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_i32, len(lanes)), list(lanes)))
+
+
+def call(b: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) -> ir.Value:
+    """Call an LLVM intrinsic overloaded on `result`."""
+    suffix = f"v{result.count}f32" if isinstance(result, ir.VectorType) else "f32"
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(result, [a.type for a in args]), f"llvm.{name}.{suffix}"
+    )
+    return b.call(function, args)
+
+
+def emit_fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    return call(b, "fmuladd", x.type, [x, y, z])
+
+
+def emit_maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The larger of each lane; a NaN in `y` is kept, one in `x` is dropped: one instruction on x86."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def pointer(b: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
+    return b.inttoptr(address, to.as_pointer())
+
+
+def emit_load(b: ir.IRBuilder, address: ir.Value, kv: int = F32, width: int = WIDTH) -> ir.Value:
+    """`width` consecutive elements of format `kv` as float32. e4m3 comes without its READ_FACTOR."""
+    stored = [_f32, ir.HalfType(), _i16, _i8, _i8][kv]
+    raw = b.load(pointer(b, address, ir.VectorType(stored, width)), align=ITEM_BYTES[kv])
+    wide = ir.VectorType(_f32, width)
+    if kv == F32:
+        return raw
+    if kv == F16:
+        return b.fpext(raw, wide)
+    if kv == BF16:
+        bits = b.shl(b.zext(raw, ir.VectorType(_i32, width)), const_int(16, 32, width))
+        return b.bitcast(bits, wide)
+    code = b.zext(raw, ir.VectorType(_i16, width))
+    if kv == E5M2:  # the upper byte of a float16
+        half = b.shl(code, const_int(8, 16, width))
+    else:  # exponent and mantissa moved into a float16's place, where they mean 2^-8 of the value; 0x7f and 0xff are NaN
+        sign = b.shl(b.and_(code, const_int(0x80, 16, width)), const_int(8, 16, width))
+        magnitude = b.and_(code, const_int(0x7F, 16, width))
+        nan = b.icmp_unsigned("==", magnitude, const_int(0x7F, 16, width))
+        body = b.or_(b.shl(magnitude, const_int(7, 16, width)), sign)
+        half = b.select(nan, const_int(0x7E00, 16, width), body)
+    return b.fpext(b.bitcast(half, ir.VectorType(ir.HalfType(), width)), wide)
+
+
+def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """exp to about one unit in the last place for x <= 88, denormal results and exp(-inf) = 0 included.
+
+    Cody and Waite, "Software Manual for the Elementary Functions" (1980): x = n ln 2 + r, |r| <= ln 2 / 2; exp(r) by its Taylor
+    polynomial of degree 7 (truncation 2^-27 of the result), and the scaling by 2^n in two steps, so that a denormal result is
+    rounded once.
+    """
+    x = emit_maximum(b, const(-105.0), x)  # exp(-105) rounds to 0
+    n = call(b, "rint", x.type, [b.fmul(x, const(1.4426950408889634))])
+    r = emit_fma(
+        b, n, const(-0.693359375), x
+    )  # ln 2 in two parts, the first with few enough bits for n * part to be exact
+    r = emit_fma(b, n, const(2.12194440e-4), r)
+    p = const(1 / 5040)
+    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+        p = emit_fma(b, p, r, const(coefficient))
+    n = b.fptosi(n, ir.VectorType(_i32, WIDTH))
+    half = b.ashr(n, const_int(1, 32))
+    for power in (half, b.sub(n, half)):
+        two = b.bitcast(b.shl(b.add(power, const_int(127, 32)), const_int(23, 32)), LANES)
+        p = b.fmul(p, two)
+    return p
+
+
+def emit_tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """tanh to float32 rounding: an odd polynomial up to 0.5, beyond it 1 - 2 / (exp(2 |x|) + 1)."""
+    a = call(b, "fabs", x.type, [x])
+    small = emit_maximum(b, b.fneg(a), const(-20.0))  # tanh(20) rounds to 1; min(a, 20), negated
+    e = emit_exp(b, b.fmul(small, const(2.0)))  # exp(-2a): 1 - 2e / (1 + e)
+    large = b.fsub(const(1.0), b.fdiv(b.fmul(const(2.0), e), b.fadd(const(1.0), e)))
+    large = b.select(b.fcmp_ordered("<", x, const(0.0)), b.fneg(large), large)
+    z = b.fmul(x, x)
+    p = const(TANH_COEFFICIENTS[-1])
+    for coefficient in TANH_COEFFICIENTS[-2::-1]:
+        p = emit_fma(b, p, z, const(coefficient))
+    near = emit_fma(b, b.fmul(x, z), p, x)
+    return b.select(b.fcmp_ordered("<", a, const(0.5)), near, large)
+
+
+# Taylor coefficients of (tanh(x) - x) / x^3 in x^2; the first left out is below 2^-26 of the result at x = 0.5.
+TANH_COEFFICIENTS = (
+    -1 / 3, 2 / 15, -17 / 315, 62 / 2835, -1382 / 155925, 21844 / 6081075, -929569 / 638512875, 6404582 / 10854718875,
+)  # fmt: skip
+
+
+def emit_fold(b: ir.IRBuilder, x: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """Combine all lanes of `x` into one scalar, halves first: a fixed order."""
+    while x.type.count > 1:
+        half = x.type.count // 2
+        low, high = (emit_shuffle(b, x, x, range(at, at + half)) for at in (0, half))
+        x = combine(low, high)
+    return b.extract_element(x, ir.Constant(_i32, 0))
+
+
+# ---- operations of compiled code ----
+
+
+def _operation(result: Any, arguments: Sequence[Any], emit: Callable[..., Any]) -> Any:
+    signature = result(*arguments)
+
+    def generate(context: Any, builder: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
+        value = emit(builder, *args)
+        return context.get_dummy_value() if result is types.void else value
+
+    if len(arguments) == 1:
+        return intrinsic(lambda context, a: (signature, generate))
+    if len(arguments) == 2:
+        return intrinsic(lambda context, a, b: (signature, generate))
+    if len(arguments) == 3:
+        return intrinsic(lambda context, a, b, c: (signature, generate))
+    return intrinsic(lambda context, a, b, c, d: (signature, generate))
+
+
+_address = types.int64
+
+
+def _store(b: ir.IRBuilder, address: ir.Value, x: ir.Value) -> None:
+    b.store(x, pointer(b, address, x.type), align=4)
+
+
+load = _operation(floats, [_address], emit_load)
+load_ints = _operation(ints, [_address], lambda b, a: b.load(pointer(b, a, ir.VectorType(_i32, WIDTH)), align=4))
+store = _operation(types.void, [_address, floats], _store)
+splat = _operation(floats, [types.float32], emit_splat)
+splat_int = _operation(ints, [types.int32], emit_splat)
+add = _operation(floats, [floats, floats], lambda b, x, y: b.fadd(x, y))
+subtract = _operation(floats, [floats, floats], lambda b, x, y: b.fsub(x, y))
+multiply = _operation(floats, [floats, floats], lambda b, x, y: b.fmul(x, y))
+divide = _operation(floats, [floats, floats], lambda b, x, y: b.fdiv(x, y))
+fma = _operation(floats, [floats, floats, floats], emit_fma)
+maximum = _operation(floats, [floats, floats], emit_maximum)
+exp = _operation(floats, [floats], emit_exp)
+tanh = _operation(floats, [floats], emit_tanh)
+largest = _operation(types.float32, [floats], lambda b, x: emit_fold(b, x, lambda y, z: emit_maximum(b, y, z)))
+total = _operation(types.float32, [floats], lambda b, x: emit_fold(b, x, lambda y, z: b.fadd(y, z)))
+select_finite = _operation(  # -inf becomes 0: what is subtracted from logits that are all -inf
+    floats, [floats], lambda b, x: b.select(b.fcmp_unordered("!=", x, const(-math.inf)), x, const(0.0))
+)  # fmt: skip
+to_float = _operation(floats, [ints], lambda b, x: b.sitofp(x, LANES))
+subtract_int = _operation(ints, [ints, ints], lambda b, x, y: b.sub(x, y))
+within = _operation(  # low <= x < high
+    mask, [ints, ints, ints],
+    lambda b, x, low, high: b.and_(b.icmp_signed(">=", x, low), b.icmp_signed("<", x, high)),
+)  # fmt: skip
+choose = _operation(floats, [mask, floats, floats], lambda b, m, x, y: b.select(m, x, y))
+above = _operation(mask, [floats, floats], lambda b, x, y: b.fcmp_ordered(">", x, y))
+
+_scalars = {"f32": (types.float32, _f32), "i32": (types.int32, _i32), "i64": (types.int64, _i64)}
+
+
+def _peek(kind: str) -> Any:
+    numba_type, llvm_type = _scalars[kind]
+    return _operation(numba_type, [_address], lambda b, a: b.load(pointer(b, a, llvm_type), align=4))
+
+
+def _poke(kind: str) -> Any:
+    numba_type, _ = _scalars[kind]
+    return _operation(types.void, [_address, numba_type], _store)
+
+
+peek_float, peek_int, peek_long = (_peek(kind) for kind in _scalars)
+poke_float, poke_int, poke_long = (_poke(kind) for kind in _scalars)
+as_pointer = _operation(types.voidptr, [_address], lambda b, a: pointer(b, a, _i8))
+
+
+def _fetch_add(b: ir.IRBuilder, address: ir.Value, amount: ir.Value) -> ir.Value:
+    return b.atomic_rmw("add", pointer(b, address, _i64), amount, "acq_rel")
+
+
+def _call_worker(b: ir.IRBuilder, kernel: ir.Value, params: ir.Value, number: ir.Value) -> None:
+    b.call(pointer(b, kernel, ir.FunctionType(ir.VoidType(), [_i64, _i64])), [params, number])
+
+
+call_worker = _operation(types.void, [_address, _address, types.int64], _call_worker)
+fetch_add = _operation(types.int64, [_address, types.int64], _fetch_add)
+
+
+def _round(b: ir.IRBuilder, x: ir.Value, kind: int) -> ir.Value:
+    """float32 lanes rounded to nearest even in a 16-bit format."""
+    width = x.type.count
+    if kind == F16:
+        return b.fptrunc(x, ir.VectorType(ir.HalfType(), width))
+    # bfloat16 by hand: the machine's own instruction flushes denormals
+    bits = b.bitcast(x, ir.VectorType(_i32, width))
+    odd = b.and_(b.lshr(bits, const_int(16, 32, width)), const_int(1, 32, width))
+    rounded = b.lshr(b.add(bits, b.add(odd, const_int(0x7FFF, 32, width))), const_int(16, 32, width))
+    quiet = b.or_(b.lshr(bits, const_int(16, 32, width)), const_int(0x40, 32, width))
+    return b.trunc(b.select(b.fcmp_unordered("uno", x, x), quiet, rounded), ir.VectorType(_i16, width))
+
+
+def emit_elements(
+    b: ir.IRBuilder,
+    count: ir.Value,
+    body: Callable[[ir.Value, int], None],
+    widths: tuple[int, ...] = (WIDTH, min(WIDTH, 8)),
+) -> None:
+    """`body(first, width)` over `count` elements, a multiple of the last of the falling `widths`."""
+    i: ir.Value = int64(0)
+    for width in dict.fromkeys(widths):
+
+        def run(i: ir.Value, _: list[ir.Value], width: int = width) -> list[ir.Value]:
+            body(i, width)
+            return []
+
+        i, _ = loop(b, i, b.sub(count, int64(width - 1)), width, [], run)
+
+
+def emit_widen(b: ir.IRBuilder, kv: int, source: ir.Value, target: ir.Value, count: ir.Value) -> None:
+    """`count` elements of format `kv` copied as float32."""
+
+    def body(i: ir.Value, width: int) -> None:
+        x = emit_load(b, b.add(source, b.mul(i, int64(ITEM_BYTES[kv]))), kv, width)
+        _store(b, b.add(target, b.mul(i, int64(4))), x)
+
+    emit_elements(b, count, body)
+
+
+def _narrow(kind: int) -> Any:
+    def emit(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.Value, factor: ir.Value) -> None:
+        def body(i: ir.Value, width: int) -> None:
+            x = emit_load(b, b.add(source, b.mul(i, int64(4))), F32, width)
+            x = b.fmul(x, emit_splat(b, factor, width))
+            if kind != F32:
+                x = _round(b, x, kind)
+            place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[kind]))), x.type)
+            b.store(x, place, align=ITEM_BYTES[kind])
+
+        emit_elements(b, count, body)
+
+    return _operation(types.void, [_address, _address, types.int64, types.float32], emit)
+
+
+@intrinsic(prefer_literal=True)
+def widen_row(context: Any, kv: Any, source: Any, target: Any, count: Any) -> Any:
+    """(kv, source, target, count): elements of a format to float32; kv is a literal."""
+    if not isinstance(kv, types.IntegerLiteral):
+        return None
+
+    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
+        emit_widen(b, kv.literal_value, *args[1:])
+        return context.get_dummy_value()
+
+    return types.void(kv, _address, _address, types.int64), generate
+
+
+narrow = tuple(
+    _narrow(kind) for kind in (F32, F16, BF16)
+)  # (source, target, count, factor): float32 times factor, rounded
+
+
+def _encode_fp8(b: ir.IRBuilder, x: ir.Value, kv: int) -> ir.Value:
+    """float32 lanes rounded to nearest even in an fp8 format, saturated at its largest finite value; NaN stays NaN."""
+    width = x.type.count
+    mantissa, bias, limit, nan = (3, 7, 448.0, 0x7F) if kv == E4M3 else (2, 15, 57344.0, 0x7E)
+
+    def fixed(value: int) -> ir.Constant:
+        return const_int(value, 32, width)
+
+    a = call(b, "fabs", x.type, [x])
+    a = b.select(b.fcmp_ordered(">", a, const(limit, width)), const(limit, width), a)
+    bits, drop = b.bitcast(a, ir.VectorType(_i32, width)), 23 - mantissa
+    odd = b.and_(b.lshr(bits, fixed(drop)), fixed(1))
+    normal = b.lshr(b.add(bits, b.add(odd, fixed((1 << drop - 1) - 1))), fixed(drop))
+    normal = b.sub(normal, fixed(127 - bias << mantissa))
+    is_small = b.fcmp_ordered(
+        "<", a, const(2.0 ** (1 - bias), width)
+    )  # below the smallest normal: a fixed-point number
+    smaller = b.select(is_small, a, const(0.0, width))
+    small = b.fptosi(call(b, "rint", x.type, [b.fmul(smaller, const(2.0 ** (bias - 1 + mantissa), width))]), bits.type)
+    code = b.select(is_small, small, b.select(b.fcmp_unordered("uno", a, a), fixed(nan), normal))
+    sign = b.and_(b.lshr(b.bitcast(x, bits.type), fixed(24)), fixed(0x80))
+    return b.trunc(b.or_(code, sign), ir.VectorType(_i8, width))
+
+
+@intrinsic(prefer_literal=True)
+def store_row(context: Any, kind: Any, kv: Any, source: Any, target: Any, count: Any, scale: Any) -> Any:
+    """(kind, kv, source, target, count, scale): any number of elements of format `kind` stored as `value / scale` in format `kv`."""
+    if not isinstance(kind, types.IntegerLiteral) or not isinstance(kv, types.IntegerLiteral):
+        return None
+    read, write = kind.literal_value, kv.literal_value
+
+    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
+        _, _, source, target, count, scale = args
+
+        def body(i: ir.Value, width: int) -> None:
+            x = emit_load(b, b.add(source, b.mul(i, int64(ITEM_BYTES[read]))), read, width)
+            x = b.fdiv(x, emit_splat(b, scale, width))
+            if write != F32:
+                x = _encode_fp8(b, x, write) if write >= E4M3 else _round(b, x, write)
+            place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[write]))), x.type)
+            b.store(x, place, align=ITEM_BYTES[write])
+
+        emit_elements(b, count, body, (WIDTH, 1))
+        return context.get_dummy_value()
+
+    return types.void(kind, kv, _address, _address, types.int64, types.float32), generate
+
+
+def _copy_bytes(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.Value) -> None:
+    cgutils.raw_memcpy(b, pointer(b, target, _i8), pointer(b, source, _i8), count, 1)
+
+
+copy_bytes = _operation(types.void, [_address, _address, types.int64], _copy_bytes)

@@ -1,0 +1,267 @@
+"""What one call on the CPU is made of: the record that compiled code reads, its division into items, and the tiles of an item.
+
+An item is (sequence, KV head, tile of query rows, chunk of keys). Rows of a sequence are packed: row r is query row r // group
+of query head r % group of that KV head. Few rows go to `cpu_decode`, many to `cpu_prefill`; the choice, the tile and the chunk
+edges follow from the sequence's own length and rows alone, so no bit depends on threads or on other sequences. Threads take items
+from a shared counter; who finishes the last chunk of a (sequence, KV head, row tile), by an integer ticket, merges all of them in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from .cpu_vector import (
+    REGISTERS,
+    WIDTH,
+    as_pointer,
+    compiled,
+    entry,
+    narrow,
+    peek_float,
+    peek_int,
+    peek_long,
+    poke_float,
+    poke_int,
+    poke_long,
+    widen_row,
+)
+
+_ADDRESSES = (
+    "q", "out", "lse", "k", "v", "tables", "lens", "starts", "slopes", "sinks", "k_scale", "v_scale", "zeros", "work", "partials",
+    "tickets", "scratch",
+)  # fmt: skip
+_STRIDES = (  # bytes
+    "q_token", "q_head", "out_token", "out_head", "lse_token", "lse_head", "k_block", "k_head", "k_token", "v_block", "v_head",
+    "v_token", "table_row",
+)  # fmt: skip
+_SIZES = (
+    "num_seqs", "group", "num_kv_heads", "head_dim", "block_size", "causal", "window", "chunk", "num_splits", "q_kind",
+    "num_items", "counter",
+)  # fmt: skip
+FIELDS = _ADDRESSES + _STRIDES + _SIZES  # int64 each; an absent array, window, chunk or num_splits is 0
+CALL = np.dtype([(name, "<i8") for name in FIELDS] + [("scale", "<f8"), ("softcap", "<f8")])
+PACKING = "q" * len(FIELDS) + "dd"
+COUNTER = CALL.fields["counter"][1]  # type: ignore[index]
+
+FEW_ROWS = 8  # up to here one sequence's packed rows are worked on by cpu_decode
+CHUNK = 256  # keys of a chunk, at least
+SCRATCH_BYTES = 384 * 1024  # a worker's own memory
+MOST_VECTORS = 4 if REGISTERS == 32 else 2  # vectors of query rows in a tile of cpu_prefill
+
+# Part of each kernel's key in Numba's disk cache, which by itself only watches the file a kernel stands in.
+SOURCE = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("cpu*.py")))).hexdigest()
+
+
+@compiled
+def view(params: int) -> Any:
+    return numba.carray(as_pointer(params), 1, CALL)
+
+
+@compiled
+def kernel_of(rows: int) -> int:
+    """Which kernel works on a sequence of so many packed rows: 0 none, 1 to 4 decode in tiles of so many rows, from 5 prefill
+    in tiles of 1, 2, 4 vectors."""
+    if rows == 0:
+        return 0
+    if rows <= FEW_ROWS:
+        tiles = (rows + 3) // 4
+        return (rows + tiles - 1) // tiles
+    vectors = (rows + WIDTH - 1) // WIDTH
+    return 5 if vectors == 1 else 6 if vectors == 2 or MOST_VECTORS == 2 else 7
+
+
+@compiled
+def rows_per_tile(kernel: int) -> int:
+    return FEW_ROWS if kernel < 5 else WIDTH << (kernel - 5)
+
+
+@compiled
+def first_key(p: Any, i: int) -> int:
+    """The first key that the row at position i >= 0 may see."""
+    low = 0
+    if p.window:
+        low = max(low, i - p.window + 1)
+    if p.chunk:
+        low = max(low, i // p.chunk * p.chunk)
+    return low
+
+
+@compiled
+def end_of_keys(p: Any, i: int, n: int) -> int:
+    """One past the last key that the row at position i >= 0 of n may see."""
+    high = n
+    if p.causal:
+        high = min(high, i + 1)
+    if p.chunk:
+        high = min(high, (i // p.chunk + 1) * p.chunk)
+    return high
+
+
+@compiled
+def sequence(p: Any, s: int) -> tuple[int, int, int]:
+    """First query row, number of query rows and length of sequence s."""
+    first = peek_int(p.starts + 4 * s)
+    return first, peek_int(p.starts + 4 * s + 4) - first, peek_int(p.lens + 4 * s)
+
+
+@compiled
+def chunks_of(p: Any, m: int, n: int) -> tuple[int, int, int]:
+    """Length of a chunk, the first one that any row sees, and how many (at least one, which writes an empty result)."""
+    if n <= 0:
+        return 1, 0, 1
+    rows = m * p.group
+    if p.num_splits:
+        length = -(-n // p.num_splits)
+    else:  # partial results stay small beside the keys and values they stand for
+        length = CHUNK if rows <= 4 * FEW_ROWS else max(CHUNK, 8 * rows)
+    length = -(-length // WIDTH) * WIDTH
+    low = first_key(p, max(0, n - m)) // length
+    high = -(-end_of_keys(p, n - 1, n) // length)
+    return length, low, max(1, high - low)
+
+
+def _planner(source: str) -> tuple[Any, Any]:
+    @entry
+    def kernels_needed(params: int) -> int:
+        """A bit for each kernel that some sequence needs."""
+        source  # noqa: B018 - part of the cache key
+        p = view(params)[0]
+        needed = 0
+        for s in range(p.num_seqs):
+            needed |= 1 << kernel_of(sequence(p, s)[1] * p.group)
+        return needed >> 1 << 1
+
+    @entry
+    def plan(params: int, kernel: int) -> tuple[int, int, int, int]:
+        """Lay out the items of one kernel in `work` (per sequence: first item, first partial, first ticket).
+
+        Returns how many items, how many products of a query with a key element at most, and what room they need: float32 of partial
+        results, tickets.
+        """
+        source  # noqa: B018 - part of the cache key
+        p = view(params)[0]
+        items, cost, floats, tickets = 0, 0, 0, 0
+        tile = rows_per_tile(kernel)
+        for s in range(p.num_seqs):
+            poke_long(p.work + 24 * s, items)
+            poke_long(p.work + 24 * s + 8, floats)
+            poke_long(p.work + 24 * s + 16, tickets)
+            _, m, n = sequence(p, s)
+            rows = m * p.group
+            if kernel_of(rows) == kernel:
+                tiles = -(-rows // tile) * p.num_kv_heads
+                _, _, chunks = chunks_of(p, m, n)
+                items += tiles * chunks
+                cost += rows * p.num_kv_heads * n * p.head_dim
+                if chunks > 1:
+                    floats += tiles * chunks * tile * (p.head_dim + 2)
+                    tickets += tiles
+        p.num_items = items
+        p.counter = 0
+        return items, cost, floats, tickets
+
+    return kernels_needed, plan
+
+
+kernels_needed, plan = _planner(SOURCE)
+
+
+@compiled
+def sequence_of(p: Any, item: int) -> int:
+    """The last sequence whose first item is not after `item`: the one it belongs to, since sequences without items repeat the number."""
+    low, high = 0, p.num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if peek_long(p.work + 24 * middle) <= item:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def find_tile(p: Any, s: int, h: int, j: int, n: int, keys: int, values: int, positions: int) -> bool:
+    """Write addresses and positions of tokens j to j + n of sequence s, padded to whole vectors; True if some are not mapped.
+
+    A padded or unmapped token has position -1, which no row sees, and rows of zeros for key and value, so that nothing of what lies
+    in its slot is read.
+    """
+    table = p.tables + s * p.table_row
+    size = p.block_size
+    block = j // size
+    offset = j - block * size
+    holes = False
+    t = 0
+    while t < n:
+        run = min(size - offset, n - t)
+        page = peek_int(table + 4 * block)
+        if page < 0:
+            holes = True
+            for u in range(t, t + run):
+                poke_long(keys + 8 * u, p.zeros)
+                poke_long(values + 8 * u, p.zeros)
+                poke_int(positions + 4 * u, -1)
+        else:
+            k = p.k + page * p.k_block + h * p.k_head + offset * p.k_token
+            v = p.v + page * p.v_block + h * p.v_head + offset * p.v_token
+            for u in range(run):
+                poke_long(keys + 8 * (t + u), k + u * p.k_token)
+                poke_long(values + 8 * (t + u), v + u * p.v_token)
+                poke_int(positions + 4 * (t + u), j + t + u)
+        t += run
+        block += 1
+        offset = 0
+    for u in range(n, -(-n // 16) * 16):
+        poke_long(keys + 8 * u, p.zeros)
+        poke_long(values + 8 * u, p.zeros)
+        poke_int(positions + 4 * u, -1)
+    return holes
+
+
+@compiled
+def denominator(p: Any, head: int, top: float, total: float) -> tuple[float, float]:
+    """What the sum of values is multiplied by, and lse, from the largest logit and the sum of exp(logit - top)."""
+    if total == 0.0:
+        return 0.0, -math.inf
+    lse = top + math.log(total)
+    keep = 1.0
+    if p.sinks:
+        keep = 1.0 / (1.0 + math.exp(peek_float(p.sinks + 4 * head) - lse))
+    return keep / total, lse
+
+
+_narrow_f32, _narrow_f16, _narrow_bf16 = narrow
+
+
+@compiled
+def read_query(p: Any, token: int, head: int, target: int) -> None:
+    """One query row as float32."""
+    source = p.q + token * p.q_token + head * p.q_head
+    if p.q_kind == 0:
+        widen_row(0, source, target, p.head_dim)
+    elif p.q_kind == 1:
+        widen_row(1, source, target, p.head_dim)
+    else:
+        widen_row(2, source, target, p.head_dim)
+
+
+@compiled
+def write_result(p: Any, token: int, head: int, source: int, top: float, total: float, gain: float) -> None:
+    """One finished row: divided by its denominator, scaled (`gain` as for READ_FACTOR), rounded to the dtype of the queries; and its lse."""
+    keep, lse = denominator(p, head, top, total)
+    factor = keep * gain * peek_float(p.v_scale + 4 * (head // p.group))
+    target = p.out + token * p.out_token + head * p.out_head
+    if p.q_kind == 0:
+        _narrow_f32(source, target, p.head_dim, factor)
+    elif p.q_kind == 1:
+        _narrow_f16(source, target, p.head_dim, factor)
+    else:
+        _narrow_bf16(source, target, p.head_dim, factor)
+    if p.lse:
+        poke_float(p.lse + token * p.lse_token + head * p.lse_head, lse)

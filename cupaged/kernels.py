@@ -7,9 +7,15 @@ CuPy's disk cache looks at the string and not at files behind `-I`.
 
 from __future__ import annotations
 
+import os
 import re
-from functools import lru_cache
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 # How the sources spell an element type (types.cuh has the two fp8 formats as one-byte structs).
 CUDA_TYPES = {
@@ -20,6 +26,9 @@ CUDA_TYPES = {
     "fp8_e5m2": "fp8_e5m2",
 }
 
+MIN_ARCH = 75
+# Contraction of a * b + c is off so that a row's bits do not depend on which specialisation computes it; the sources say fmaf.
+_OPTIONS = ("-std=c++17", "-fmad=false")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"\s*$')
 
 
@@ -33,7 +42,7 @@ def source_dir() -> Path:
     raise FileNotFoundError(f"no CUDA sources in {here / 'cuda_src'} or {here.parent / 'cuda_src'}; reinstall cupaged")
 
 
-@lru_cache(maxsize=None)
+@cache
 def flatten(source: str, folder: Path | None = None) -> str:
     """`source` and every file it includes with quotes, each once, as one string; `<...>` includes stay.
 
@@ -56,3 +65,87 @@ def flatten(source: str, folder: Path | None = None) -> str:
         return result
 
     return "\n".join(lines(source)) + "\n"
+
+
+class CompileError(RuntimeError):
+    """A CUDA source did not compile; the message has kernel, specialisation, options and the compiler's log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Specialisation:
+    """One kernel with its compile-time constants."""
+
+    kernel: str
+    source: str  # "decode.cu"
+    defines: tuple[tuple[str, int | str], ...]
+
+    @classmethod
+    def of(cls, kernel: str, source: str, defines: Mapping[str, int | str]) -> Specialisation:
+        return cls(kernel, source, tuple(sorted({"kDebug": int(debug()), **defines}.items())))
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (*_OPTIONS, *(f"-D{name}={value}" for name, value in self.defines))
+
+    def __str__(self) -> str:
+        return f"{self.kernel} of {self.source} with " + ", ".join(f"{name}={value}" for name, value in self.defines)
+
+
+def debug() -> bool:
+    """CUPAGED_DEBUG=1: kernels clamp what they read from device memory, and each compilation is reported on stderr."""
+    return os.environ.get("CUPAGED_DEBUG", "0") not in ("", "0")
+
+
+def compile_function(what: Specialisation, arch: int, shared_bytes: int) -> Any:
+    """The function on CuPy's current device. Raises CompileError."""
+    import cupy
+
+    module = cupy.RawModule(code=flatten(what.source), options=what.options)
+    with _explained(what, what.options):
+        function = module.get_function(what.kernel)
+    if shared_bytes > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    if debug():
+        print(
+            f"cupaged: {what} for sm_{arch}: {function.num_regs} registers, {shared_bytes} bytes of shared memory, "
+            f"{function.local_size_bytes} bytes of local memory",
+            file=sys.stderr,
+        )
+    return function
+
+
+def compile_cubin(what: Specialisation, arch: int, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+    """Machine code for `sm_<arch>` and the log of `ptxas -v`, on a machine that needs no GPU and no driver."""
+    from cupy.cuda import nvrtc
+
+    # CuPy itself always adds -ftz=true
+    flags = (*what.options, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v", *_cuda_includes(), *options)
+    program = nvrtc.createProgram(flatten(what.source), what.source, (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, flags)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise CompileError(f"{what} does not compile for sm_{arch}\noptions: {' '.join(flags)}\n{log}") from error
+        # getCUBIN drops the last byte of the image
+        return bytes(nvrtc.getCUBIN(program)) + b"\0", str(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@contextmanager
+def _explained(what: Specialisation, options: tuple[str, ...]) -> Iterator[None]:
+    from cupy.cuda.compiler import CompileException
+
+    try:
+        yield
+    except CompileException as error:
+        raise CompileError(f"{what} does not compile\noptions: {' '.join(options)}\n{error}") from error
+
+
+@lru_cache(maxsize=1)
+def _cuda_includes() -> tuple[str, ...]:
+    """Where CuPy finds the CUDA headers: the wheels' folder or the toolkit's."""
+    from cupy._core import core
+
+    return tuple(core.assemble_cupy_compiler_options(()))

@@ -7,12 +7,15 @@ list of everything the package asks of a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from .arrays import Array
+from .kernels import MIN_ARCH, Specialisation, compile_function
 
 Defines = Mapping[str, int | str]  # specialisation constants: -DkHeadDim=64, -DkQueryType=__half
 Dim3 = tuple[int, int, int]
@@ -44,7 +47,8 @@ class Launcher(Protocol):
     `get` returned; it stays valid as long as the launcher.
     """
 
-    info: DeviceInfo
+    @property
+    def info(self) -> DeviceInfo: ...
 
     def get(self, kernel: str, source: str, defines: Defines, shared_bytes: int = 0) -> Any:
         """The function `kernel` of file `source` ("decode.cu"), specialised by `defines`; compiled on first use, then cached.
@@ -52,9 +56,6 @@ class Launcher(Protocol):
         `shared_bytes` is the most dynamic shared memory a launch of it will ask for. Raises `kernels.CompileError` with kernel,
         specialisation, options and the compiler's log.
         """
-
-    def occupancy(self, function: Any, threads: int, shared_bytes: int) -> int:
-        """How many blocks of `threads` threads one multiprocessor holds at once (at least 1)."""
 
     def launch(self, function: Any, grid: Dim3, block: Dim3, params: Array, shared_bytes: int = 0) -> None:
         """Enqueue one launch. `params` is a structured NumPy array of size 1, passed by value; a grid with a 0 launches nothing."""
@@ -91,3 +92,82 @@ class Launcher(Protocol):
 
         Nothing may be compiled, allocated or synchronised inside the block.
         """
+
+
+class CupyLauncher:
+    """The launcher of one CUDA device. Methods are called with that device current; work goes to CuPy's current stream."""
+
+    def __init__(self, device_id: int) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._device = cupy.cuda.Device(device_id)
+        arch = int(self._device.compute_capability)
+        if arch < MIN_ARCH:
+            raise RuntimeError(
+                f"device {device_id} has compute capability {arch / 10}; cupaged's kernels need {MIN_ARCH / 10} (Turing) or newer"
+            )
+        about = self._device.attributes
+        self.info = DeviceInfo(
+            name=cupy.cuda.runtime.getDeviceProperties(device_id)["name"].decode(),
+            arch=arch,
+            num_sms=about["MultiProcessorCount"],
+            shared_per_block=about["MaxSharedMemoryPerBlockOptin"],
+            shared_per_sm=about["MaxSharedMemoryPerMultiprocessor"],
+            l2_bytes=about["L2CacheSize"],
+        )
+        self._functions: dict[tuple[Specialisation, int], Any] = {}
+
+    def get(self, kernel: str, source: str, defines: Defines, shared_bytes: int = 0) -> Any:
+        key = (Specialisation.of(kernel, source, defines), shared_bytes)
+        if key not in self._functions:
+            self._functions[key] = compile_function(key[0], self.info.arch, shared_bytes)
+        return self._functions[key]
+
+    def launch(self, function: Any, grid: Dim3, block: Dim3, params: Array, shared_bytes: int = 0) -> None:
+        if 0 not in grid:
+            function(grid, block, (params,), shared_mem=shared_bytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self._cupy.empty(shape, dtype)
+
+    def pinned(self, num_bytes: int) -> Array:
+        memory = self._cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))
+        return np.frombuffer(memory, np.uint8, num_bytes)
+
+    def pointer(self, array: Array) -> int:
+        return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+    def copy_async(self, dst: Array, src: Array) -> None:
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpyAsync(self.pointer(dst), self.pointer(src), src.nbytes, runtime.memcpyDefault, self.stream())
+
+    def record(self) -> Any:
+        return self._cupy.cuda.get_current_stream().record()
+
+    def wait(self, event: Any) -> None:
+        self._cupy.cuda.get_current_stream().wait_event(event)
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def stream(self) -> int:
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        graph = _CupyGraph()
+        with stream:
+            stream.begin_capture()
+            try:
+                yield graph
+            finally:
+                graph.recorded = stream.end_capture()
+
+
+class _CupyGraph:
+    recorded: Any = None
+
+    def replay(self) -> None:
+        self.recorded.launch()

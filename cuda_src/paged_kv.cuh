@@ -1,0 +1,50 @@
+// Where a token's key and value lie: pages of one layer behind a block table, any strides, any block size.
+//
+// Layouts are strides and nothing else. All offsets are 64-bit bytes, formed once per token by the lane that fetched the page id.
+#pragma once
+#include "ptx.cuh"
+
+struct PagedKV {
+  const unsigned char* k;  // [num_blocks, num_kv_heads, block_size, head_dim], head_dim contiguous
+  const unsigned char* v;
+  long long k_block, k_head, k_slot;  // strides in bytes
+  long long v_block, v_head, v_slot;
+  const int* block_tables;  // [num_seqs, max_blocks]
+  long long table_row;      // stride in entries
+  int max_blocks;
+  int num_blocks;
+  int block_size;
+  unsigned magic;  // ceil(2^shift / block_size): token / block_size = token * magic >> shift for every token below 2^31
+  int shift;
+  int padding;
+
+  __device__ __forceinline__ int block_of(int token) const { return int((unsigned long long)unsigned(token) * magic >> shift); }
+
+  // The physical block of `token`; negative where it is unmapped. Only columns below seq_len may be asked for.
+  __device__ __forceinline__ int page(int sequence, int token) const {
+    const int column = block_of(token);
+#if kDebug
+    if (column >= max_blocks) return -1;
+    const int id = block_tables[sequence * table_row + column];
+    return id >= num_blocks ? -1 : id;
+#else
+    return block_tables[sequence * table_row + column];
+#endif
+  }
+};
+
+// kBytes from global to shared memory, asynchronously where the hardware can; zeros when not `valid`. Both sides aligned to kBytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned char* from, bool valid) {
+  if constexpr (kBytes == 16) {
+    cp_async_16(to, from, valid);
+  } else if constexpr (kBytes == 8) {
+    cp_async_8(to, from, valid);
+  } else if constexpr (kBytes == 4) {
+    cp_async_4(to, from, valid);
+  } else if constexpr (kBytes == 2) {
+    *reinterpret_cast<unsigned short*>(to) = valid ? load_global_2(from) : (unsigned short)0;
+  } else {
+    *to = valid ? load_global_1(from) : (unsigned char)0;
+  }
+}

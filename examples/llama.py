@@ -49,8 +49,7 @@ class Llama:
                 ("ffn_norm",), ("ffn_gate", "ffn_up"), ("ffn_down",),
             ):  # fmt: skip
                 names.append(tuple(f"blk.{i}.{name}" for name in fused))
-        weights = _read_weights(file, names, xp)
-        self.weight_bytes = sum(w.nbytes for w in weights)
+        self.weights, weights = _read_weights(file, names, xp)
         self.embedding, self.output_norm = weights[:2]  # [vocab_size, hidden_size], [hidden_size]
         self.output = weights[2] if "output.weight" in file else self.embedding  # [vocab_size, hidden_size]
         first = len(weights) - 6 * c.num_layers
@@ -92,7 +91,9 @@ class Llama:
 
     def _rotation(self, positions: Array) -> Array:
         """`[n, 1, rope_dim / 2]` complex64: the turn of each pair at each position (Su et al., RoFormer, 2021)."""
-        angles = self.xp.asarray(positions)[:, None] * self._frequencies  # float64: positions are large, float32 is not enough
+        angles = (
+            self.xp.asarray(positions)[:, None] * self._frequencies
+        )  # float64: positions are large, float32 is not enough
         return self.xp.exp(1j * angles).astype(np.complex64)[:, None]
 
 
@@ -107,8 +108,8 @@ def _silu(x: Array, xp: Any) -> Array:
         return x / (1.0 + xp.exp(-x))
 
 
-def _read_weights(file: GGUFFile, names: Sequence[tuple[str, ...]], xp: Any) -> list[Array]:
-    """One array per tuple of tensors, fused along their rows, all in one piece of memory, which reads faster than many."""
+def _read_weights(file: GGUFFile, names: Sequence[tuple[str, ...]], xp: Any) -> tuple[Array, list[Array]]:
+    """One array per tuple of tensors, fused along their rows: views of one piece of memory, which reads faster than many."""
     shapes = [[file.shape(f"{name}.weight") for name in fused] for fused in names]
     flat = np.empty(sum(int(np.prod(shape)) for fused in shapes for shape in fused), np.float32)
     at = 0
@@ -124,4 +125,4 @@ def _read_weights(file: GGUFFile, names: Sequence[tuple[str, ...]], xp: Any) -> 
         size = int(np.prod(shape))
         weights.append(flat[at : at + size].reshape(shape))
         at += size
-    return weights
+    return flat, weights

@@ -1,18 +1,14 @@
-"""`x @ w.T` for float32 on the CPU at the speed of memory, also for a handful of rows.
+"""`x @ w.T` in float32 at the speed of memory, for one row of x or a handful.
 
-Three ways, by the number of rows of x:
-
-- one row is a matrix-vector product, and BLAS reads the weights at memory speed;
-- many rows (a prompt) are a matrix product, and BLAS is bound by arithmetic;
-- a few rows (one token of each sequence of a batch) are what BLAS is bad at: it copies w into a packed form first, which costs more
-  than the product. Cut into tiles so small that BLAS skips packing (OpenBLAS on AVX-512) or packs within the cache, the product is
-  nearly twice as fast; the tiles of one product are shared out over threads.
+Decoding multiplies every weight by one row a sequence, so it is bound by reading the weights once. BLAS reaches that for one row
+only: for a few it first copies w into a packed form, which costs more than the product (8 rows took 2.8 times as long as one). The
+kernel here reads w once and keeps 2 rows of w against 4 rows of x in registers. It uses Numba's threads, as the attention between
+two products does: two teams of threads would wait for each other's cores. Without Numba, and for many rows, the product is NumPy's.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -20,40 +16,57 @@ import numpy as np
 
 Array = Any  # a NumPy or a CuPy array
 
-_FEW_ROWS = 24
-_TILE = 262144  # multiplications of one tile: below this OpenBLAS stays on the calling thread
-_SHARE = 1 << 18  # fewest weights worth another thread
+_FEW_ROWS = 24  # BLAS is faster from here on
 
 
 def linear(x: Array, w: Array) -> Array:
-    """`x [n, in] @ w.T [in, out] -> [n, out]`, w stored as `[out, in]`."""
-    n = len(x)
-    if not isinstance(w, np.ndarray) or not 1 < n <= _FEW_ROWS:
-        return x @ w.T
-    rows = _tile_rows(len(w), _TILE // (n * w.shape[1]))
-    out = np.empty((n, len(w)), np.float32)
-    tiles = w.reshape(-1, rows, w.shape[1]).swapaxes(1, 2)  # [tiles, in, rows]
-    outs = out.reshape(n, -1, rows).swapaxes(0, 1)  # [tiles, n, rows]
-    threads = min(_num_cores(), 1 + w.size // _SHARE, len(tiles))
-    cuts = [len(tiles) * i // threads for i in range(threads + 1)]
-    others = [_pool().submit(np.matmul, x, tiles[i:j], outs[i:j]) for i, j in zip(cuts[1:-1], cuts[2:], strict=True)]
-    np.matmul(x, tiles[: cuts[1]], outs[: cuts[1]])
-    for other in others:
-        other.result()
-    return out
-
-
-@lru_cache
-def _tile_rows(rows: int, limit: int) -> int:
-    """The largest divisor of `rows` up to `limit`, at least 1."""
-    return max(d for d in range(1, max(1, min(rows, limit)) + 1) if rows % d == 0)
+    """`x [n, in] @ w.T [in, out] -> [n, out]`, w stored as `[out, in]`, both contiguous float32."""
+    if isinstance(w, np.ndarray) and 0 < len(x) <= _FEW_ROWS and len(w) > 1:
+        kernel = _few_rows_kernel()
+        if kernel is not None:
+            out = np.empty((len(x), len(w)), np.float32)
+            kernel(np.ascontiguousarray(x), w, out)
+            return out
+    return x @ w.T
 
 
 @lru_cache(maxsize=1)
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _few_rows_kernel() -> Callable[[Array, Array, Array], None] | None:
+    try:
+        from numba import njit, prange
+    except ImportError:
+        return None
 
+    # Sums may be reordered, which is what lets them be vectors; NaN and infinities keep their meaning.
+    @njit("(f4[:, ::1], f4[:, ::1], f4[:, ::1])", parallel=True, fastmath={"reassoc", "contract", "nsz"}, cache=True)  # type: ignore[misc,unused-ignore]
+    def few_rows(x: Array, w: Array, out: Array) -> None:
+        rows, size = x.shape
+        last = len(w) - 2
+        for pair in prange((len(w) + 1) // 2):
+            i = min(2 * pair, last)  # an odd last row is computed beside the one before it
+            row = 0
+            while row + 4 <= rows:
+                a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+                for k in range(size):
+                    a, b = w[i, k], w[i + 1, k]
+                    x0, x1, x2, x3 = x[row, k], x[row + 1, k], x[row + 2, k], x[row + 3, k]
+                    a0 += a * x0
+                    a1 += a * x1
+                    a2 += a * x2
+                    a3 += a * x3
+                    b0 += b * x0
+                    b1 += b * x1
+                    b2 += b * x2
+                    b3 += b * x3
+                out[row, i], out[row + 1, i], out[row + 2, i], out[row + 3, i] = a0, a1, a2, a3
+                out[row, i + 1], out[row + 1, i + 1], out[row + 2, i + 1], out[row + 3, i + 1] = b0, b1, b2, b3
+                row += 4
+            while row < rows:
+                a0 = b0 = np.float32(0)
+                for k in range(size):
+                    a0 += w[i, k] * x[row, k]
+                    b0 += w[i + 1, k] * x[row, k]
+                out[row, i], out[row, i + 1] = a0, b0
+                row += 1
 
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, _num_cores() - 1), thread_name_prefix="matmul")
+    return few_rows

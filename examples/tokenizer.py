@@ -13,9 +13,7 @@ from gguf_file import GGUFFile, ModelError
 
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # tokenizer.ggml.token_type
 
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Tokenizer:
@@ -40,14 +38,20 @@ class Tokenizer:
         if kind == "gpt2":
             self._encoder = _byte_level_bpe(tokenizers, file, self.tokens)
             byte_of = {char: byte for byte, char in _byte_chars().items()}
-            self._bytes = [b"" if t == CONTROL else _table_bytes(s, byte_of) for s, t in zip(self.tokens, self.types)]
+            self._bytes = [
+                b"" if t == CONTROL else _table_bytes(s, byte_of) for s, t in zip(self.tokens, self.types, strict=True)
+            ]
         elif kind == "llama":
             self._encoder = _sentencepiece_bpe(tokenizers, file, self.tokens)
-            self._bytes = [_piece_bytes(s, t) for s, t in zip(self.tokens, self.types)]
+            self._bytes = [_piece_bytes(s, t) for s, t in zip(self.tokens, self.types, strict=True)]
         else:
             raise ModelError(f"{file.path}: expected a vocabulary 'gpt2' or 'llama', got {kind!r}")
-        whole = [token for token, type_ in zip(self.tokens, self.types) if type_ in (CONTROL, USER_DEFINED)]
-        self._encoder.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in whole])
+        whole = [
+            token for token, type_ in zip(self.tokens, self.types, strict=True) if type_ in (CONTROL, USER_DEFINED)
+        ]
+        self._encoder.add_special_tokens(
+            [tokenizers.AddedToken(token, special=True, normalized=False) for token in whole]
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; control tokens written out in it become themselves."""

@@ -1,0 +1,42 @@
+"""The command line: `python -m cupaged info | generate`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import __version__, info
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns 0, or 2 after one line on stderr for input that cannot be used."""
+    generate = _example("generate")
+    parser = argparse.ArgumentParser(
+        prog="cupaged", description="Paged KV cache and paged attention for NumPy and CuPy."
+    )
+    parser.add_argument("--version", action="version", version=f"cupaged {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    info_parser = commands.add_parser("info", help="what is installed, which backends run, what is missing")
+    info_parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    generate.add_arguments(commands.add_parser("generate", help="text from a Llama model on the paged cache"))
+    args = parser.parse_args(argv)
+    if args.command == "info":
+        info.print_report(args.json)
+        return 0
+    return generate.main(args)
+
+
+def _example(name: str) -> Any:
+    """A module of the examples: inside the package in a wheel, beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    folder = here / "examples" if (here / "examples").is_dir() else here.parent / "examples"
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

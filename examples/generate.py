@@ -1,0 +1,120 @@
+"""The command `python -m cupaged generate`: one prompt, and its continuation, continuations or beams as text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from generation import Engine, beam_search, blocks_to_be_safe, check_prompt, sample
+from gguf_file import ModelError, find_model
+from llama import load
+from tokenizer import Tokenizer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("prompt", help="what to say to the model")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--beam", type=_at_least_one, metavar="N", help="beam search of width N")
+    how.add_argument("--n", type=_at_least_one, default=1, metavar="N", help="N continuations, sampled in parallel")
+    parser.add_argument(
+        "--max-tokens", type=_at_least_one, default=128, metavar="N", help="stop after N tokens (default 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=_not_negative, metavar="T",
+        help="0 takes the most likely token, higher values vary more (default 0, or 0.8 when --n is above 1)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default: a new one every time)")
+    parser.add_argument(
+        "--block-size", type=_at_least_one, default=16, metavar="N", help="token slots of a block (default 16)"
+    )
+    parser.add_argument("--num-blocks", type=_at_least_one, metavar="N", help="blocks in the pool (default: enough)")
+    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto", help="where to run (default auto)")
+    parser.add_argument("--model", type=Path, metavar="GGUF", help="a Llama in GGUF (default: the model package)")
+
+
+def run(args: argparse.Namespace, out: TextIO = sys.stdout) -> None:
+    """Generate and print. Raises ModelError for a bad model or prompt, OutOfBlocks when the pool is too small."""
+    model, tokenizer = load(args.model or find_model(), array_module(args.device))
+    prompt = tokenizer.encode_prompt(args.prompt)
+    max_tokens = check_prompt(prompt, args.max_tokens, model.config.context_length)
+    sequences = args.beam or args.n
+    num_blocks = args.num_blocks or blocks_to_be_safe(len(prompt), max_tokens, sequences, args.block_size)
+    engine = Engine(model, num_blocks, args.block_size)
+    if args.beam:
+        print_beams(engine, tokenizer, prompt, args.beam, max_tokens, out)
+        return
+    temperature = (0.0 if args.n == 1 else 0.8) if args.temperature is None else args.temperature
+    print_samples(engine, tokenizer, prompt, args.n, max_tokens, temperature, args.seed, out)
+
+
+def print_samples(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    n: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int | None,
+    out: TextIO,
+) -> None:
+    """One continuation as it comes, or n of them, numbered, once all have ended."""
+    texts = [""] * n
+    streams = [tokenizer.stream() for _ in range(n)]
+    steps = sample(
+        engine, prompt, n=n, max_tokens=max_tokens, eos_ids=tokenizer.eos_ids, temperature=temperature, seed=seed
+    )
+    for added in steps:
+        for i, token in added:
+            piece = streams[i].push(token)
+            texts[i] += piece
+            if n == 1:
+                print(piece, end="", file=out, flush=True)
+    texts = [text + stream.end() for text, stream in zip(texts, streams, strict=True)]
+    if n == 1:
+        print(streams[0].end(), file=out)
+        return
+    for i, text in enumerate(texts, 1):
+        print(f"[{i}] {text.strip()}", file=out)
+
+
+def print_beams(
+    engine: Engine, tokenizer: Tokenizer, prompt: Sequence[int], width: int, max_tokens: int, out: TextIO
+) -> None:
+    """The hypotheses, best first, each after its mean log probability of a token."""
+    for hypothesis in beam_search(engine, prompt, width=width, max_tokens=max_tokens, eos_ids=tokenizer.eos_ids):
+        print(f"[{hypothesis.score:.3f}] {tokenizer.decode(hypothesis.tokens).strip()}", file=out)
+
+
+def array_module(device: str) -> Any:
+    """numpy or cupy. Raises ModelError when "cuda" is asked for and is not there."""
+    if device == "cpu":
+        return np
+    from cupaged.info import cuda_devices
+
+    names, missing = cuda_devices()
+    if names:
+        import cupy
+
+        return cupy
+    if device == "cuda":
+        raise ModelError(f"--device cuda: {missing}")
+    return np
+
+
+def _at_least_one(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return n
+
+
+def _not_negative(text: str) -> float:
+    x = float(text)
+    if not 0 <= x < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    return x

@@ -33,7 +33,7 @@ _KERNEL = {
     # Vector instructions would merge neighbouring accesses, which the checked build wants to see one by one.
     "plain": ["-O1"],
     "checked": [
-        "-O1", "-fno-tree-vectorize", "-fno-store-merging", "-fsanitize=thread,alignment,signed-integer-overflow,shift",
+        "-O1", "-fno-tree-vectorize", "-fno-store-merging", "-fno-tree-sra", "-fsanitize=thread,alignment,signed-integer-overflow,shift",
         "-DSIMT_CHECKED",
     ],  # fmt: skip
     "asan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=address", "-DSIMT_ASAN"],
@@ -45,7 +45,7 @@ _RUNTIME = {
     "asan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=address", "-DSIMT_ASAN"],
     "tsan": ["-O2", "-DSIMT_TSAN"],
 }
-_LINK = {"plain": [], "checked": [], "asan": ["-fsanitize=address"], "tsan": ["-fsanitize=thread"]}
+_LINK = {"plain": [], "checked": [], "asan": ["-fsanitize=address"], "tsan": ["-Wl,--no-as-needed", "-ltsan"]}
 
 _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__((?:\s|void\b|__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\))+)(\w+)\s*\(([^)]*)\)'
@@ -110,7 +110,7 @@ def _machine_flags() -> list[str]:
 def _environment() -> str:
     """What every build depends on besides its own source."""
     parts = [subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout]
-    parts += [(HERE / name).read_text(encoding="utf-8") for name in RUNTIME_SOURCES + RUNTIME_HEADERS + ("driver.cpp",)]
+    parts += [(HERE / name).read_text(encoding="utf-8") for name in RUNTIME_SOURCES + RUNTIME_HEADERS + ("worker.cpp",)]
     parts += [str(folder) for folder in include_dirs()]
     parts += [metadata.version(name) for name in ("nvidia-cuda-runtime-cu12", "nvidia-cuda-nvcc-cu12", "cupy-cuda12x")]
     parts += [repr((_COMMON, _KERNEL, _RUNTIME, _LINK, _machine_flags()))]
@@ -141,9 +141,22 @@ def runtime(kind: str) -> Path:
     target = _cache_dir() / f"runtime-{kind}-{_hash(_environment(), kind)}.so"
     if not target.exists():
         made = target.with_suffix(f".{os.getpid()}.tmp")
-        command = ["g++", *_COMMON, *_machine_flags(), *_RUNTIME[kind], *_LINK[kind], "-shared", "-o", str(made)]
-        command += [f"-Wl,-soname,{target.name}", *_includes(), *(str(HERE / name) for name in RUNTIME_SOURCES), "-ldl"]
+        command = ["g++", *_COMMON, *_machine_flags(), *_RUNTIME[kind], "-shared", "-o", str(made)]
+        command += [f"-Wl,-soname,{target.name}", *_includes(), *(str(HERE / name) for name in RUNTIME_SOURCES), *_LINK[kind]]
         _run(command, f"building the executor ({kind})")
+        _publish(made, target)
+    return target
+
+
+@lru_cache(maxsize=None)
+def worker(kind: str) -> Path:
+    """The program that runs launches under a sanitizer."""
+    target = _cache_dir() / f"worker-{kind}-{_hash(_environment(), kind)}"
+    if not target.exists():
+        made = target.with_suffix(f".{os.getpid()}.tmp")
+        command = ["g++", *_COMMON, *_machine_flags(), *_RUNTIME[kind], *_includes(), "-o", str(made)]
+        command += [str(HERE / "worker.cpp"), str(runtime(kind)), "-Wl,-rpath,$ORIGIN", *_LINK[kind]]
+        _run(command, f"building the worker ({kind})")
         _publish(made, target)
     return target
 
@@ -174,7 +187,7 @@ def kernel(text: str, defines: Mapping[str, int | str], arch: int, kind: str = "
     lines += [f"#define {name} {value}" for name, value in defines.items()]
     lines += [text, '#line 1 "entries"', "template <class P> constexpr unsigned simt_size(void (*)(P)) { return sizeof(P); }"]
     lines += [
-        "template <class P> void simt_call(void (*f)(P), const void* p) { f(*static_cast<const P*>(p)); }",
+        "template <class P> __attribute__((no_sanitize_thread)) void simt_call(void (*f)(P), const void* p) { f(*static_cast<const P*>(p)); }",
         'extern "C" {',
     ]
     for name, bounds in entries:
@@ -193,8 +206,8 @@ def kernel(text: str, defines: Mapping[str, int | str], arch: int, kind: str = "
         what = f"compiling {[name for name, _ in entries]} for the executor ({kind}, sm_{arch}) with {dict(defines)}"
         try:
             _run(["g++", *flags, "-c", str(written), "-o", str(made) + ".o"], what)
-            link = ["g++", *_LINK[kind], "-shared", "-o", str(made), str(made) + ".o", str(runtime(kind))]
-            _run([*link, "-Wl,-rpath,$ORIGIN", "-Wl,-z,defs"], what)
+            link = ["g++", "-shared", "-o", str(made), str(made) + ".o", str(runtime(kind)), "-Wl,-rpath,$ORIGIN"]
+            _run([*link, *_LINK[kind]], what)
             _publish(made, target)
         finally:
             for left in (written, Path(str(made) + ".o")):

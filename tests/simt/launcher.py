@@ -7,7 +7,6 @@ allows, for the next launch, copy or synchronisation, so that a pinned buffer re
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -22,6 +21,9 @@ from cupaged.kernels import flatten
 from cupaged.launcher import Defines, DeviceInfo, Dim3
 
 from . import build
+from .native import Function, Launch, Native, SimtError, Traffic
+from .regions import Regions, pointer_fields
+from .worker import Worker
 
 Array = np.ndarray[Any, Any]
 
@@ -37,39 +39,6 @@ DEVICES = {
     120: DeviceInfo("simt sm_120", 120, 170, 99 * _KIB, 100 * _KIB, 96 << 20),
 }
 _THREADS_PER_SM = {75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
-
-
-class SimtError(RuntimeError):
-    """A launch broke a rule of the device: the message says which, where, and the seed that shows it again."""
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = (
-        ("entry", ctypes.c_void_p),
-        ("params", ctypes.c_void_p),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("copies", ctypes.c_int),
-        ("seed", ctypes.c_ulonglong),
-        ("model", ctypes.c_ulonglong),
-        ("regions", ctypes.c_void_p),
-        ("num_regions", ctypes.c_ulonglong),
-        ("traced", ctypes.c_int),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Function:
-    """One compiled kernel."""
-
-    name: str
-    path: Path
-    entry: int
-    run: Callable[..., int]
-    params_bytes: int
-    max_threads: int
-    shared_bytes: int  # the most that `get` announced
 
 
 @dataclass
@@ -103,16 +72,24 @@ class SimtLauncher:
         folder: Path | None = None,
         lazy: bool = False,
         copies: int = -1,
+        traced: bool = False,
     ) -> None:
         base = DEVICES[arch]
         self.info = DeviceInfo(
             base.name, arch, num_sms or base.num_sms, base.shared_per_block, base.shared_per_sm, base.l2_bytes
         )
+        if traced and kind != "checked":
+            raise ValueError(f'traced=True needs kind="checked", which sees every access; got kind="{kind}"')
         self.kind, self.model, self.folder, self.lazy, self.copies = kind, model, folder, lazy, copies
+        self.traced = traced
+        self.traffic: list[Traffic] = []  # of traced launches
+        self._machine: Any = Native(kind) if kind in ("plain", "checked") else Worker(kind)
+        self._regions = Regions()
         drawn = int(os.environ.get("CUPAGED_SIMT_SEED", "0")) or int.from_bytes(os.urandom(6), "little")
         self.seed = drawn if seed is None else seed
         self._launches = itertools.count()
         self._functions: dict[Any, Function] = {}
+        self._announced: dict[Function, int] = {}  # shared memory that `get` was told of
         self._queue: list[Callable[[], None]] = []
         self._recording: Graph | None = None
 
@@ -127,18 +104,12 @@ class SimtLauncher:
                     f"{kernel} asks for {shared_bytes} bytes of shared memory; "
                     f"sm_{self.info.arch} has {self.info.shared_per_block} per block"
                 )
-            self._functions[key] = self._load(kernel, flatten(source, self.folder), defines, shared_bytes)
+            self._functions[key] = self._load(kernel, flatten(source, self.folder), defines)
+            self._announced[self._functions[key]] = shared_bytes
         return self._functions[key]
 
-    def _load(self, kernel: str, text: str, defines: Defines, shared_bytes: int) -> Function:
-        path = build.kernel(text, defines, self.info.arch, self.kind)
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
-        runtime = ctypes.CDLL(str(build.runtime(self.kind)), mode=ctypes.RTLD_LOCAL)
-        entry = ctypes.cast(getattr(library, f"simt_entry_{kernel}"), ctypes.c_void_p).value
-        assert entry is not None
-        size = ctypes.c_uint.in_dll(library, f"simt_size_{kernel}").value
-        bounds = ctypes.c_int.in_dll(library, f"simt_bounds_{kernel}").value
-        return Function(kernel, path, entry, runtime.simt_launch, size, bounds, shared_bytes)
+    def _load(self, kernel: str, text: str, defines: Defines) -> Function:
+        return self._machine.load(build.kernel(text, defines, self.info.arch, self.kind), kernel)
 
     def occupancy(self, function: Function, threads: int, shared_bytes: int) -> int:
         by_shared = self.info.shared_per_sm // (shared_bytes + _KIB)  # 1 KiB a block is the system's
@@ -150,8 +121,12 @@ class SimtLauncher:
         self._check_launch(function, grid, block, params, shared_bytes)
         if 0 in grid:
             return
-        frozen = params.tobytes()
-        self._submit(lambda: self._execute(function, grid, block, frozen, shared_bytes))
+        seed = (self.seed + 0x9E3779B97F4A7C15 * next(self._launches)) % 2**64
+        launch = Launch(
+            function, grid, block, params.tobytes(), shared_bytes, seed, self.model, self.copies, self.traced
+        )
+        fields = pointer_fields(params.dtype)
+        self._submit(lambda: self._execute(launch, fields))
 
     def _check_launch(self, function: Function, grid: Dim3, block: Dim3, params: Array, shared_bytes: int) -> None:
         arch, limit = self.info.arch, self.info.shared_per_block
@@ -163,8 +138,8 @@ class SimtLauncher:
             problem = f"parameters of {params.nbytes} bytes; the limit is 4096"
         elif shared_bytes > limit:
             problem = f"{shared_bytes} bytes of shared memory; sm_{arch} has {limit} per block"
-        elif shared_bytes > max(function.shared_bytes, 48 * _KIB):
-            problem = f"{shared_bytes} bytes of shared memory, but `get` announced {function.shared_bytes}"
+        elif shared_bytes > max(self._announced[function], 48 * _KIB):
+            problem = f"{shared_bytes} bytes of shared memory, but `get` announced {self._announced[function]}"
         elif threads < 1 or threads > min(1024, function.max_threads) or block[2] > 64:
             problem = f"block {block}; the limit is {min(1024, function.max_threads)} threads, z 64"
         elif min(grid) < 0 or grid[0] >= 2**31 or grid[1] > 65535 or grid[2] > 65535:
@@ -172,15 +147,14 @@ class SimtLauncher:
         if problem:
             raise SimtError(f"launch of {function.name}: {problem}")
 
-    def _execute(self, function: Function, grid: Dim3, block: Dim3, params: bytes, shared_bytes: int) -> None:
-        error = ctypes.create_string_buffer(2048)
-        held = ctypes.create_string_buffer(params, len(params) + 64)
-        seed = (self.seed + 0x9E3779B97F4A7C15 * next(self._launches)) % 2**64
-        launch = _Launch(
-            function.entry, ctypes.addressof(held), grid, block, shared_bytes, self.copies, seed, self.model, None, 0, 0
-        )  # fmt: skip
-        if function.run(ctypes.byref(launch), error, len(error)):
-            raise SimtError(f"{function.name}: {error.value.decode()} (CUPAGED_SIMT_SEED={self.seed})")
+    def _execute(self, launch: Launch, fields: list[tuple[int, str]]) -> None:
+        try:
+            regions = self._regions.of(fields, launch.params)
+            self._machine.run(launch, regions)
+        except (SimtError, LookupError) as error:
+            raise SimtError(f"{launch.function.name}: {error} (CUPAGED_SIMT_SEED={self.seed})") from None
+        if launch.traced:
+            self.traffic += self._machine.traffic(launch.function)
 
     # ---------------------------------------------------------------------------------------------------- memory
 
@@ -193,7 +167,7 @@ class SimtLauncher:
         return _aligned((num_bytes,), np.dtype(np.uint8))
 
     def pointer(self, array: Array) -> int:
-        return int(array.ctypes.data)
+        return self._regions.pointer(array)
 
     def copy_async(self, dst: Array, src: Array) -> None:
         if dst.nbytes != src.nbytes or not (dst.flags.c_contiguous and src.flags.c_contiguous):

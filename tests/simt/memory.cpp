@@ -35,22 +35,25 @@ void begin_launch() {
   static bool known;
   if (!known) __tsan_java_init(reinterpret_cast<unsigned long>(smem), kMaxShared);
   known = true;
+#elif defined(SIMT_CHECKED)
+  find_images();
 #endif
+  forget_trace();
 }
-
-void end_launch() {}
 
 void begin_block() {
   unsigned bytes = run.launch->shared_bytes;
 #if defined(SIMT_ASAN)
   __asan_unpoison_memory_region(smem, kMaxShared);
+#elif defined(SIMT_TSAN)
+  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // forgets the accesses of the last block
 #endif
   memset(smem, kPoison, bytes);
   memset(smem + bytes, kCanary, canary_bytes());
 #if defined(SIMT_ASAN)
   __asan_poison_memory_region(smem + bytes, kMaxShared - bytes);
 #elif defined(SIMT_TSAN)
-  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // forgets the accesses of the last block
+  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // and this filling
 #elif defined(SIMT_CHECKED)
   forget_shared();
 #endif
@@ -90,9 +93,9 @@ void check_shared(const void* address, unsigned bytes, int write, Site site) {
 #endif
 }
 
-void access_for_lane(Fiber* lane, const void* row, Site site) {
-  check_shared(row, 16, kRead, site);
-  trace(lane, row, 16, kShared, kRead, site);
+void access_for_lane(Fiber* lane, const void* row, const WarpOp& op) {
+  check_shared(row, 16, kRead, op.site);
+  trace(lane, row, 16, kShared, kRead, op.site, op.caller);
 }
 
 // -------------------------------------------------------------------------------------------- asynchronous copies
@@ -148,8 +151,9 @@ void simt_async_copy(void* to, const void* from, unsigned bytes, unsigned valid,
   if (!in_shared(to, bytes))
     simt_fail(file, line, "cp.async to %p is outside the launch's shared memory of %u bytes", to, run.launch->shared_bytes);
   if (in_shared(from, 1)) simt_fail(file, line, "cp.async reads shared memory at %p, it copies from global memory", from);
-  trace(me, from, valid, kGlobal, kRead, site);
-  trace(me, to, bytes, kShared, kWrite, site);
+  const char* caller = static_cast<const char*>(__builtin_return_address(0));
+  if (valid) trace(me, from, valid, kGlobal, kRead, site, caller);
+  trace(me, to, bytes, kShared, kWrite, site, caller + 1);
 #if defined(SIMT_CHECKED)
   if (valid) check_global(from, valid, kRead, site);
 #elif defined(SIMT_TSAN)
@@ -182,20 +186,14 @@ void simt_async_wait(int groups_left) {
 
 // ------------------------------------------------------------------------- accesses, approximations, fences, atomics
 
-void simt_access(const void* address, unsigned bytes, int space, int write, const char* file, int line) {
-  Site site = {file, line};
+void simt_access(const void* address, unsigned bytes, int space, const char* file, int line) {
   if (uintptr_t(address) & (bytes - 1)) simt_fail(file, line, "misaligned access of %u bytes at %p", bytes, address);
-  if (space == kAny) space = in_shared(address, 1) ? kShared : kGlobal;
-  if (space == kShared) {
-    check_shared(address, bytes, write, site);
-  } else if (in_shared(address, 1)) {
+  if (space == kShared && !in_shared(address, bytes)) {
+    simt_fail(file, line, "access of %u bytes at %p is outside the launch's shared memory of %u bytes", bytes, address,
+              run.launch->shared_bytes);
+  } else if (space == kGlobal && in_shared(address, 1)) {
     simt_fail(file, line, "global access of %u bytes at %p, which is shared memory", bytes, address);
-  } else {
-#if defined(SIMT_CHECKED)
-    check_global(address, bytes, write, site);
-#endif
   }
-  trace(run.current, address, bytes, space, write, site);
 }
 
 float simt_approximate(double exact, double relative_error, unsigned input_bits) {

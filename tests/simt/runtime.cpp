@@ -17,7 +17,6 @@
 #include <sanitizer/common_interface_defs.h>
 #elif defined(SIMT_TSAN)
 #include <sanitizer/tsan_interface.h>
-extern "C" void AnnotateHappensBefore(const char*, int, const void*);
 #endif
 
 alignas(4096) unsigned char smem[simt::kMaxShared];
@@ -33,12 +32,12 @@ namespace {
 
 constexpr unsigned kMaxThreads = 1024;
 #if defined(SIMT_ASAN) || defined(SIMT_TSAN)
-constexpr size_t kStackBytes = 512 << 10;
+constexpr size_t kStackBytes = 256 << 10;
 #else
 constexpr size_t kStackBytes = 128 << 10;
 #endif
 
-Fiber* fibers;         // [kMaxThreads]
+Fiber fibers[kMaxThreads];
 Fiber scheduler;       // the context that `simt_launch` was called on
 unsigned num_threads;  // of the running block
 unsigned num_warps;
@@ -133,6 +132,7 @@ void fiber_main() {
 #if defined(SIMT_ASAN)
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
+  happens_after(&run.began);
   run.launch->entry(run.launch->params);
   Fiber* me = run.current;
   land_copies(me, ~0u);
@@ -150,6 +150,7 @@ void fiber_main() {
       simt_fail(warp.ops[i].site.file, warp.ops[i].site.line,
                 "warp operation with mask %08x: lane %u of warp %u ended while others wait for it here", warp.ops[i].mask,
                 me->lane, me->warp);
+  happens_before(&run.ended);
   leave();
 }
 
@@ -166,9 +167,6 @@ void reset_fiber(Fiber* fiber, unsigned linear) {
   fiber->observed = nullptr;
   fiber->epoch = 0;
   fiber->site = {};
-#if defined(SIMT_ASAN)
-  __asan_unpoison_memory_region(fiber->stack, fiber->stack_bytes);
-#endif
   // Tops of the stacks are spread over cache sets: equal low address bits would map all of them to the same few.
   uintptr_t top = uintptr_t(fiber->stack) + fiber->stack_bytes - (linear * 1088 & 16383);
   void** sp = reinterpret_cast<void**>(top & ~uintptr_t(63));
@@ -178,17 +176,39 @@ void reset_fiber(Fiber* fiber, unsigned linear) {
   fiber->sp = sp;
 }
 
-void create_fibers() {
-  if (fibers) return;
-  fibers = new Fiber[kMaxThreads];
-  for (unsigned i = 0; i < kMaxThreads; ++i) {
-    // One page below each stack stays inaccessible, so that an overflow faults instead of reaching a neighbour.
-    char* memory = static_cast<char*>(mmap(nullptr, kStackBytes + 4096, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    mprotect(memory, 4096, PROT_NONE);
-    fibers[i].stack = memory + 4096;
+// A stack, with ThreadSanitizer's record of what ran on it. ThreadSanitizer gets twice as many as a block needs and another one for
+// the same thread number in the next block: blocks are not ordered, and a record that both used would order them.
+struct Context {
+  void* stack;
+  void* tsan;
+};
+#if defined(SIMT_TSAN)
+constexpr unsigned kContexts = 2 * kMaxThreads;
+#else
+constexpr unsigned kContexts = kMaxThreads;
+#endif
+Context contexts[kContexts];
+
+void assign_contexts() {
+  static unsigned turn;
+  turn += kContexts > kMaxThreads ? num_threads + 7 : 0;
+  unsigned used = kContexts > kMaxThreads ? 2 * num_threads : kContexts;
+  for (unsigned i = 0; i < num_threads; ++i) {
+    Context& context = contexts[(i + turn) % used];
+    if (!context.stack) {
+      // One page below each stack stays inaccessible, so that an overflow faults instead of reaching a neighbour.
+      char* memory = static_cast<char*>(mmap(nullptr, kStackBytes + 4096, PROT_READ | PROT_WRITE,
+                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+      if (memory == MAP_FAILED) throw std::bad_alloc();
+      mprotect(memory, 4096, PROT_NONE);
+      context.stack = memory + 4096;
+#if defined(SIMT_TSAN)
+      context.tsan = __tsan_create_fiber(0);
+#endif
+    }
+    fibers[i].stack = context.stack;
     fibers[i].stack_bytes = kStackBytes;
+    fibers[i].tsan = context.tsan;
   }
 }
 
@@ -239,18 +259,8 @@ void run_block(unsigned long long linear) {
     run.warp_order[w] = run.warp_order[other];
     run.warp_order[other] = kept;
   }
+  assign_contexts();
   for (unsigned i = 0; i < num_threads; ++i) reset_fiber(&fibers[i], i);
-#if defined(SIMT_TSAN)
-  // Another fiber of ThreadSanitizer for the same thread number in the next block, so that blocks do not order one another.
-  static unsigned turn;
-  ++turn;
-  static void* contexts[2 * kMaxThreads];
-  for (unsigned i = 0; i < num_threads; ++i) {
-    void*& context = contexts[(turn & 1) * kMaxThreads + (i + 7 * turn) % num_threads];
-    if (!context) context = __tsan_create_fiber(0);
-    fibers[i].tsan = context;
-  }
-#endif
   switch_to(pick());
   if (!run.failed && num_exited < num_threads) report_deadlock();
   if (!run.failed) end_block();
@@ -265,7 +275,8 @@ void report(const char* file, int line, const char* format, ...) {
   run.failed = true;
   va_list arguments;
   va_start(arguments, format);
-  int used = file ? snprintf(run.error, run.error_bytes, "%s:%d: ", file, line) : 0;
+  int used = !file ? 0 : line ? snprintf(run.error, run.error_bytes, "%s:%d: ", file, line)
+                              : snprintf(run.error, run.error_bytes, "%s: ", file);
   vsnprintf(run.error + used, run.error_bytes - used, format, arguments);
   va_end(arguments);
 }
@@ -326,7 +337,7 @@ void simt_warp(int kind, unsigned mask, unsigned detail, void* argument, const c
                 mask, me->lane, op.mask, op.arrived, op.site.file, op.site.line);
   }
   if (slot == warp.pending) {
-    warp.ops[slot] = {kind, mask, 0, detail, {file, line}, {}};
+    warp.ops[slot] = {kind, mask, 0, detail, {file, line}, __builtin_return_address(0), {}, 0};
     ++warp.pending;
     ++warp.serial;
     warp.ops[slot].serial = warp.serial;
@@ -384,7 +395,6 @@ int simt_barrier(int predicate, int reduction, const char* file, int line) {
 // ------------------------------------------------------------------------------------------------------- launch
 
 extern "C" __attribute__((visibility("default"))) int simt_launch(const Launch* launch, char* error, unsigned error_bytes) {
-  create_fibers();
   run.launch = launch;
   run.failed = false;
   run.error = error;
@@ -407,12 +417,13 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(const Launch* 
   unsigned control = _mm_getcsr();
   _mm_setcsr(control | 0x8040);  // flush-to-zero and denormals-are-zero, as -ftz=true does on the device
   begin_launch();
+  happens_before(&run.began);
   unsigned long long blocks = static_cast<unsigned long long>(simt_grid_dim.x) * simt_grid_dim.y * simt_grid_dim.z;
   // Every block once, in an order that jumps about: a step coprime to the count.
   unsigned long long step = blocks > 2 ? 1 + run.random.next() % (blocks - 1) : 1, at = blocks ? run.random.next() % blocks : 0;
   for (; std::__gcd(step, blocks) != 1;) step = step % (blocks - 1) + 1;
   for (unsigned long long i = 0; i < blocks && !run.failed; ++i, at = (at + step) % blocks) run_block(at);
-  end_launch();
+  happens_after(&run.ended);
   _mm_setcsr(control);
   return run.failed;
 }

@@ -74,6 +74,7 @@ struct WarpOp {  // lanes that wait for one another
   int kind;
   unsigned mask, arrived, detail;
   Site site;
+  const void* caller;  // return address, tells one inlined copy of a source line from another
   void* arguments[32];
   unsigned serial;
 };
@@ -95,6 +96,7 @@ struct Run {
   bool failed;
   char* error;
   unsigned error_bytes;
+  char began, ended;  // addresses for ThreadSanitizer's happens-before
 };
 extern Run run;
 
@@ -105,7 +107,6 @@ void run_warp_op(const WarpOp& op, Fiber* lanes);
 
 // memory.cpp
 void begin_launch();
-void end_launch();
 void begin_block();
 void end_block();
 void maybe_land_copies(Fiber* fiber);
@@ -113,18 +114,20 @@ void land_copies(Fiber* fiber, unsigned groups_left);
 void happens_before(const void* sync);
 void happens_after(const void* sync);
 void check_shared(const void* address, unsigned bytes, int write, Site site);
-void access_for_lane(Fiber* lane, const void* row, Site site);  // one 16-byte row of ldmatrix
+void access_for_lane(Fiber* lane, const void* row, const WarpOp& op);  // one 16-byte row of ldmatrix
 void find_thread_stack(void** bottom, size_t* bytes);
 
 // hooks.cpp, checked build: what every byte of shared memory holds, and which global bytes may be touched
 enum SharedState : unsigned char { kUninitialised, kInitialised, kInFlight };
+void find_images();
 void forget_shared();
 void mark_shared(const void* address, unsigned bytes, SharedState state);
-void check_shared_state(const void* address, unsigned bytes, int write, Site site);
-void check_global(const void* address, unsigned bytes, int write, Site site);
+void check_shared_state(const void* address, unsigned bytes, int write, Site site, const void* pc = nullptr);
+void check_global(const void* address, unsigned bytes, int write, Site site, const void* pc = nullptr);
 
 // trace.cpp
+void forget_trace();
 void end_trace();
-void trace(Fiber* fiber, const void* address, unsigned bytes, int space, int write, Site site);
+void trace(Fiber* fiber, const void* address, unsigned bytes, int space, int write, Site site, const void* key);
 
 }  // namespace simt

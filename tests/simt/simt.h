@@ -51,7 +51,7 @@ void simt_async_copy(void* to, const void* from, unsigned bytes, unsigned valid,
 void simt_async_commit();
 void simt_async_wait(int groups_left);
 float simt_approximate(double exact, double relative_error, unsigned input_bits);
-void simt_access(const void* address, unsigned bytes, int space, int write, const char* file, int line);
+void simt_access(const void* address, unsigned bytes, int space, const char* file, int line);
 }
 #pragma GCC visibility pop
 
@@ -178,7 +178,7 @@ SIMT_INLINE void __threadfence_block() { simt_fence(); }
 SIMT_INLINE void __threadfence_system() { simt_fence(); }
 template <class T>
 SIMT_INLINE T __ldg(const T* address, SIMT_SITE) {
-  simt_access(address, sizeof(T), kGlobal, kRead, file, line);
+  simt_access(address, sizeof(T), kGlobal, file, line);
   return *address;
 }
 

@@ -65,15 +65,13 @@ SIMT_INLINE float rcp_approx(float x) { return simt_approximate(1.0 / double(x),
 
 template <class T>
 SIMT_INLINE T simt_load(const void* address, int space, const char* file, int line) {
-  simt_access(address, sizeof(T), space, kRead, file, line);
-  T value;
-  __builtin_memcpy(&value, address, sizeof(T));
-  return value;
+  simt_access(address, sizeof(T), space, file, line);
+  return *static_cast<const T*>(address);
 }
 template <class T>
 SIMT_INLINE void simt_store(void* address, T value, int space, const char* file, int line) {
-  simt_access(address, sizeof(T), space, kWrite, file, line);
-  __builtin_memcpy(address, &value, sizeof(T));
+  simt_access(address, sizeof(T), space, file, line);
+  *static_cast<T*>(address) = value;
 }
 SIMT_INLINE uint4 load_global_16(const void* p, SIMT_SITE) { return simt_load<uint4>(p, kGlobal, file, line); }
 SIMT_INLINE uint2 load_global_8(const void* p, SIMT_SITE) { return simt_load<uint2>(p, kGlobal, file, line); }

@@ -78,7 +78,7 @@ void run_load_matrix(const WarpOp& op, Fiber* lanes) {
   for (int l = 0; l < 8 * count; ++l) {
     const void* row = static_cast<SimtLoadMatrix*>(op.arguments[l])->row;
     if (uintptr_t(row) & 15) simt_fail(op.site.file, op.site.line, "misaligned ldmatrix row of lane %d: %p", l, row);
-    access_for_lane(&lanes[l], row, op.site);
+    access_for_lane(&lanes[l], row, op);
     memcpy(rows[l], row, 16);
   }
   for (int t = 0; t < 32; ++t) {

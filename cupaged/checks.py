@@ -6,7 +6,7 @@ A message names the argument, what was expected and what came, and where it is n
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,13 @@ from .plan import check_metadata
 
 
 def dtype_name(x: Array) -> str:
-    return str(x.dtype.name) if x.dtype.isnative else str(x.dtype)
+    """The name of an array's dtype; one of foreign byte order has a name of its own."""
+    return _dtype_name(x.dtype)
+
+
+@cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return str(dtype.name) if dtype.isnative else str(dtype)
 
 
 def _last_axis_strided(x: Array) -> bool:

@@ -1,18 +1,48 @@
-"""Planning: every check that reads metadata values, once per step, so that no layer's call repeats it.
+"""Planning: every check that reads metadata values, and the work of one step, once for all layers.
 
-Host arrays only. Nothing here touches a device.
+A `Plan` holds one step's metadata on the host, checked. The CUDA backend keeps beside it what the step needs on a device: the
+metadata and the schedule of thread blocks (`decode_work`), made for the `PlanOptions` of a call. With `Bounds` a plan is a graph
+plan: its device buffers and grid are fixed, so that a captured graph stays right for every later step within the bounds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import Array
+from .arrays import DTYPES, FP8_DTYPES, Array
+
+if TYPE_CHECKING:
+    from .steps import Step
 
 
 @dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What a schedule depends on besides the metadata."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kv_dtype: str
+    window: int | None
+    chunk: int | None
+    num_splits: int | None
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The largest step that a graph plan has room for."""
+
+    max_seqs: int
+    max_tokens: int  # query rows
+    max_blocks: int  # columns of block_tables
+
+
+@dataclass(slots=True, eq=False)
 class Plan:
     """Metadata of one step, checked: what `paged_attention(plan=...)` reads instead of checking again."""
 
@@ -21,10 +51,180 @@ class Plan:
     query_start_loc: Array  # [num_seqs + 1] int32
     block_size: int
     num_blocks: int  # a pool needs at least this many
+    slot_mapping: Array | None = None  # [num_tokens] int64
+    options: PlanOptions | None = None  # None: any call may use the plan
+    bounds: Bounds | None = None
+    device: dict[Any, Any] = field(default_factory=dict)  # a backend's work for this step
 
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_loc[-1])
+
+    def check_call(self, num_tokens: int, options: PlanOptions) -> None:
+        """Raise ValueError when a call with these options and query rows is not what the plan was made for."""
+        if self.bounds is None:
+            if num_tokens != self.num_tokens:
+                raise ValueError(f"q: expected {self.num_tokens} rows, as many as the plan has, got {num_tokens}")
+        elif not self.num_tokens <= num_tokens <= self.bounds.max_tokens:
+            raise ValueError(
+                f"q: expected {self.num_tokens} (the plan's rows now) to max_tokens = {self.bounds.max_tokens} rows, got {num_tokens}"
+            )
+        if self.options is None or self.options == options:
+            return
+        for name in PlanOptions.__slots__:
+            planned, called = getattr(self.options, name), getattr(options, name)
+            if planned != called:
+                raise ValueError(
+                    f"plan: made for {name}={planned!r}, but the call has {name}={called!r}; give plan() the same value"
+                )
+
+    def update(self, step: Step) -> None:
+        """Take over the metadata of `step`; a graph plan refills its device buffers on the current stream, by one copy.
+
+        All or nothing. Raises ValueError when the step does not fit the bounds.
+        """
+        if step.block_size != self.block_size:
+            raise ValueError(f"step: expected block_size {self.block_size} as the plan has, got {step.block_size}")
+        fresh = Plan(
+            step.block_tables, step.seq_lens, step.query_start_loc, self.block_size, step.num_blocks, step.slot_mapping,
+            self.options, self.bounds, self.device,
+        )  # fmt: skip
+        if self.bounds is not None:
+            _check_bounds(fresh, self.bounds)
+        for key in list(self.device):
+            if self.bounds is None:
+                del self.device[key]  # made again by the next call
+            else:
+                self.device[key].update(fresh)
+        self.block_tables, self.seq_lens, self.query_start_loc = (
+            fresh.block_tables,
+            fresh.seq_lens,
+            fresh.query_start_loc,
+        )
+        self.slot_mapping, self.num_blocks = fresh.slot_mapping, fresh.num_blocks
+
+
+def plan(
+    seq_lens: Array,
+    block_tables: Array,
+    *,
+    query_start_loc: Array | None = None,
+    slot_mapping: Array | None = None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str,
+    kv_dtype: str | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    num_splits: int | None = None,
+    causal: bool = True,
+    device: str | None = None,
+    max_seqs: int | None = None,
+    max_tokens: int | None = None,
+    max_blocks: int | None = None,
+) -> Plan:
+    """Check one step's metadata and prepare its work, once for all layers.
+
+    Args:
+        seq_lens, block_tables, query_start_loc, window, chunk, num_splits, causal: host arrays and options as in `paged_attention`.
+        slot_mapping: `[num_tokens]`, kept beside the rest: `plan.write_slots()` is its copy on the device.
+        num_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype: of the calls that will use the plan; `kv_dtype` is what the
+            pages hold, by default `dtype`.
+        device: "cuda" prepares CuPy's current device at once; None and "cpu" prepare nothing (a GPU call still may use the plan,
+            and prepares what it needs then).
+        max_seqs, max_tokens, max_blocks: all three or none. With them the plan is a graph plan: a call allocates nothing, its grid is
+            fixed, and `update` brings later steps into the same buffers. `q` and `out` of a call may have up to `max_tokens` rows;
+            rows past the step's own come out empty. `max_tokens == max_seqs` is tuned for one query row a sequence.
+
+    Raises:
+        TypeError, ValueError: naming argument, row and value, what was expected, and the fix.
+    """
+    tokens = check_metadata(
+        block_tables, seq_lens, query_start_loc, block_size=block_size, num_blocks=2**31 - 1, window=window, chunk=chunk
+    )
+    used = np.arange(tokens.block_tables.shape[1]) < -(-tokens.seq_lens // block_size)[:, None]
+    result = Plan(
+        tokens.block_tables, tokens.seq_lens, tokens.query_start_loc, block_size,
+        int(tokens.block_tables.max(initial=-1, where=used)) + 1,
+        None if slot_mapping is None else _slots(slot_mapping, tokens.num_tokens),
+        _options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal),
+        _bounds(max_seqs, max_tokens, max_blocks),
+    )  # fmt: skip
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device: expected None, 'cpu' or 'cuda', got {device!r}")
+    if result.bounds is not None:
+        if device != "cuda":
+            raise ValueError(
+                f"device: expected 'cuda' for a plan with bounds, got {device!r}; only CUDA graphs need bounds"
+            )
+        _check_bounds(result, result.bounds)
+    if device == "cuda":
+        from . import cuda
+
+        cuda.current_backend().prepare(result)
+    return result
+
+
+def _options(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str | None, window: int | None, chunk: int | None,
+    num_splits: int | None, causal: bool,
+) -> PlanOptions:  # fmt: skip
+    for name, value in (
+        ("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("window", window), ("chunk", chunk),
+        ("num_splits", num_splits),
+    ):  # fmt: skip
+        optional = name in ("window", "chunk", "num_splits")
+        if not (optional and value is None) and (
+            isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1
+        ):
+            raise ValueError(f"{name}: expected {'None or ' * optional}an integer of at least 1, got {value!r}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
+    if head_dim % 8 or head_dim > 256:
+        raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad head_dim with zeros")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if kv_dtype not in (None, dtype, *FP8_DTYPES):
+        raise ValueError(
+            f"kv_dtype: expected {dtype} as dtype says, or one of {', '.join(FP8_DTYPES)}, got {kv_dtype!r}"
+        )
+    return PlanOptions(
+        num_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype, window, chunk, num_splits, bool(causal)
+    )
+
+
+def _bounds(max_seqs: int | None, max_tokens: int | None, max_blocks: int | None) -> Bounds | None:
+    given = {"max_seqs": max_seqs, "max_tokens": max_tokens, "max_blocks": max_blocks}
+    if all(value is None for value in given.values()):
+        return None
+    for name, value in given.items():
+        if value is None or isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(
+                f"{name}: expected an integer of at least 1 (max_seqs, max_tokens and max_blocks go together), got {value!r}"
+            )
+    return Bounds(*(int(value) for value in given.values() if value is not None))
+
+
+def _check_bounds(plan: Plan, bounds: Bounds) -> None:
+    columns = -(-int(plan.seq_lens.max(initial=0)) // plan.block_size)
+    for name, got, most in (
+        ("max_seqs", len(plan.seq_lens), bounds.max_seqs),
+        ("max_tokens", plan.num_tokens, bounds.max_tokens),
+        ("max_blocks", columns, bounds.max_blocks),
+    ):
+        if got > most:
+            raise ValueError(
+                f"{name}: the plan has room for {most}, the step needs {got}; make the plan with a larger {name}"
+            )
+
+
+def _slots(slot_mapping: object, num_tokens: int) -> Array:
+    slots = np.asarray(slot_mapping)
+    if slots.dtype.kind not in "iu" or slots.shape != (num_tokens,):
+        raise ValueError(f"slot_mapping: expected integers of shape ({num_tokens},), got {slots.dtype} {slots.shape}")
+    return np.ascontiguousarray(slots, np.int64)
 
 
 def host_int32(x: object, name: str, ndim: int) -> Array:
@@ -70,29 +270,34 @@ def check_metadata(
                 f"query_start_loc: expected a rising sequence that starts at 0, got {_short(starts)}; "
                 "row i's queries are [query_start_loc[i], query_start_loc[i + 1])"
             )
-    bad = np.flatnonzero((lens < 0) | (lens > max_blocks * block_size))
-    if bad.size:
-        row = bad[0]
-        raise ValueError(
-            f"seq_lens: row {row} expected 0 to max_blocks * block_size = {max_blocks} * {block_size} = "
-            f"{max_blocks * block_size}, got {lens[row]}; widen block_tables or shorten the sequence"
-        )
-    used = np.arange(max_blocks) < -(-lens // block_size)[:, None]
-    bad_entry = used & ((tables >= num_blocks) | (tables < -1))
-    if window is None and chunk is None:
-        bad_entry |= used & (tables == -1)
-    if bad_entry.any():
-        row, column = (int(x) for x in np.argwhere(bad_entry)[0])
-        entry = tables[row, column]
-        fix = (
-            "an unmapped entry below seq_len needs window= or chunk="
-            if entry == -1
-            else "the cache has fewer blocks than the table speaks of"
-        )
-        raise ValueError(
-            f"block_tables: row {row} column {column} expected a block id from 0 to {num_blocks - 1}, got {entry}; {fix}"
-        )
+    if num_seqs:
+        _check_lengths(lens, max_blocks, block_size)
+        used = np.arange(max_blocks) < -(-lens[:, None] // block_size)
+        entries = tables[used]
+        lowest = -1 if window is not None or chunk is not None else 0
+        if entries.size and (entries.min() < lowest or entries.max() >= num_blocks):
+            _refuse_entry(tables, used & ((tables < lowest) | (tables >= num_blocks)), num_blocks)
     return Plan(tables, lens, starts, block_size, num_blocks)
+
+
+def _check_lengths(lens: Array, max_blocks: int, block_size: int) -> None:
+    longest = max_blocks * block_size
+    if lens.min() < 0 or lens.max() > longest:
+        row = int(np.argmax((lens < 0) | (lens > longest)))
+        raise ValueError(
+            f"seq_lens: row {row} expected 0 to max_blocks * block_size = {max_blocks} * {block_size} = {longest}, "
+            f"got {lens[row]}; widen block_tables or shorten the sequence"
+        )
+
+
+def _refuse_entry(tables: Array, bad: Array, num_blocks: int) -> None:
+    row, column = (int(x) for x in np.argwhere(bad)[0])
+    entry = tables[row, column]
+    unmapped = "an unmapped entry below seq_len needs window= or chunk="
+    fix = unmapped if entry == -1 else "the cache has fewer blocks than the table speaks of"
+    raise ValueError(
+        f"block_tables: row {row} column {column} expected a block id from 0 to {num_blocks - 1}, got {entry}; {fix}"
+    )
 
 
 def _short(a: Array) -> str:

@@ -6,7 +6,7 @@ A message names the argument, what was expected and what came, and where it is n
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ def dtype_name(x: Array) -> str:
     return _dtype_name(x.dtype)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     return str(dtype.name) if dtype.isnative else str(dtype)
 

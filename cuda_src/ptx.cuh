@@ -94,6 +94,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                : "memory");
 }
 
+// An 8x8 matrix of 16-bit elements held one row to four lanes, as ldmatrix leaves it, transposed in place.
+__device__ __forceinline__ unsigned movmatrix_trans(unsigned x) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 #if __CUDA_ARCH__ >= 800
 // D += A B, float32 accumulators. Lane t, g = t / 4, c = t % 4; a register holds the element named and, in its high half, the next:
 //   a[0]: row g, k = 2c   a[1]: row g + 8, k = 2c   a[2], a[3]: the same at k = 2c + 8

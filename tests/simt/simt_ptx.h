@@ -33,6 +33,14 @@ SIMT_INLINE void ldmatrix_x1_trans(unsigned (&r)[1], const void* row, SIMT_SITE)
 SIMT_INLINE void ldmatrix_x2_trans(unsigned (&r)[2], const void* row, SIMT_SITE) { simt_load_matrix<2, true>(r, row, file, line); }
 SIMT_INLINE void ldmatrix_x4_trans(unsigned (&r)[4], const void* row, SIMT_SITE) { simt_load_matrix<4, true>(r, row, file, line); }
 
+// Lane t = 4 g + c gets column g of rows 2 c (low half) and 2 c + 1 (high half).
+SIMT_INLINE unsigned movmatrix_trans(unsigned x, SIMT_SITE) {
+  unsigned g = simt_thread->lane / 4, c = simt_thread->lane % 4, shift = g % 2 * 16;
+  unsigned low = simt_shuffle(0xffffffffu, x, 8 * c + g / 2, 32, file, line) >> shift & 0xffff;
+  unsigned high = simt_shuffle(0xffffffffu, x, 8 * c + 4 + g / 2, 32, file, line) >> shift & 0xffff;
+  return low | high << 16;
+}
+
 struct SimtMma {
   const unsigned *a, *b;
   float* d;

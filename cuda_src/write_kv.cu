@@ -30,22 +30,24 @@ static_assert(sizeof(Params) == kParamsBytes, "the host packs another struct");
 
 constexpr int kRowVecs = kHeadDim / kVec;
 
+// A value as it is stored.
+template <class To, class From>
+__device__ __forceinline__ To encode(From x, float scale) {
+  if constexpr (is_same_type<To, From>) {
+    if (scale == 1.0f) return x;  // every bit stays, NaN's too
+  }
+  return from_float<To>(__fdiv_rn(to_float(x), scale));
+}
+
 template <int kChunk>
 __device__ __forceinline__ void store(const Side& side, long long token, long long block, int offset, int head, int d) {
-  constexpr bool kSameType = sizeof(kInputType) == sizeof(kCacheType);  // fp8 is the only other cache type
   const kInputType* from = side.rows + token * side.row_token + head * side.row_head + d;
   kCacheType* page = side.pages + block * side.block + head * side.head + offset * side.slot;
   const float scale = side.scale[head];
   Vec<kInputType, kVec> row = load_vec<kVec>(from);
   Vec<kCacheType, kVec> stored;
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    if constexpr (kSameType) {
-      stored.at[i] = scale == 1.0f ? row.at[i] : from_float<kCacheType>(__fdiv_rn(to_float(row.at[i]), scale));
-    } else {
-      stored.at[i] = from_float<kCacheType>(__fdiv_rn(to_float(row.at[i]), scale));
-    }
-  }
+  for (int i = 0; i < kVec; ++i) stored.at[i] = encode<kCacheType>(row.at[i], scale);
   if constexpr (kChunk % kVec == 0) {
     store_vec(page + d / kChunk * side.chunk + d % kChunk, stored);
   } else {

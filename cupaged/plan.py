@@ -60,6 +60,13 @@ class Plan:
     def num_tokens(self) -> int:
         return int(self.query_start_loc[-1])
 
+    @property
+    def write_slots(self) -> Array | None:
+        """`slot_mapping` for `write_kv`: on the device once the plan is prepared there (`[max_tokens]`, -1 padded, with bounds)."""
+        for work in self.device.values():
+            return work.slot_mapping
+        return self.slot_mapping
+
     def check_call(self, num_tokens: int, options: PlanOptions) -> None:
         """Raise ValueError when a call with these options and query rows is not what the plan was made for."""
         if self.bounds is None:
@@ -129,7 +136,7 @@ def plan(
 
     Args:
         seq_lens, block_tables, query_start_loc, window, chunk, num_splits, causal: host arrays and options as in `paged_attention`.
-        slot_mapping: `[num_tokens]`, kept beside the rest: `plan.write_slots()` is its copy on the device.
+        slot_mapping: `[num_tokens]`, kept beside the rest; `plan.write_slots` is what to give to `write_kv`.
         num_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype: of the calls that will use the plan; `kv_dtype` is what the
             pages hold, by default `dtype`.
         device: "cuda" prepares CuPy's current device at once; None and "cpu" prepare nothing (a GPU call still may use the plan,

@@ -1,0 +1,473 @@
+"""The CUDA backend: choose a kernel, pack its parameter struct, launch it on the current stream.
+
+Every function here gets checked arguments. Device arrays are whatever the launcher's arrays are (CuPy's, or NumPy's on the CPU
+executor of the tests); host metadata are plain `numpy.ndarray` and are uploaded through pinned memory. Nothing synchronises.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array, Attention, WriteKV, numpy_dtype
+from .decode_work import DecodeConfig, DeviceWork, PinnedRing, decode_config, rows_for
+from .kernels import CUDA_TYPES
+from .launcher import CupyLauncher, Launcher
+from .plan import Plan, PlanOptions
+from .schedule import MIN_SHARE
+
+_PTR, _I64, _I32, _F32 = np.uint64, np.int64, np.int32, np.float32
+
+
+def _struct(*fields: tuple[Any, ...]) -> np.dtype[Any]:
+    """The C struct of a kernel's parameters: each entry is a type and the names that have it."""
+    return np.dtype([(name, kind) for kind, *names in fields for name in names], align=True)
+
+
+_SIDE = _struct((_PTR, "rows", "pages", "scale"), (_I64, "row_token", "row_head", "block", "head", "slot", "chunk"))
+_WRITE = np.dtype(
+    [("k", _SIDE), ("v", _SIDE), ("slot_mapping", _PTR), ("num_slots", _I64), ("pool_slots", _I64),
+     ("num_heads", _I32), ("block_size", _I32)],
+    align=True,
+)  # fmt: skip
+
+MAX_PAIRS, _OUTER_AXES, _COPY_PER_THREAD = 448, 3, 4  # as in copy_blocks.cu
+_COPY = np.dtype(
+    [
+        ("src", _PTR), ("dst", _PTR), ("src_block", _I64), ("dst_block", _I64), ("src_stride", _I64, _OUTER_AXES),
+        ("dst_stride", _I64, _OUTER_AXES), ("size", np.uint32, _OUTER_AXES), ("run", np.uint32), ("pieces", np.uint32),
+        ("padding", _I32), ("pairs", _I32, (MAX_PAIRS, 2)),
+    ],
+    align=True,
+)  # fmt: skip
+
+_MERGE = _struct(
+    (_PTR, "outs", "lses", "sinks", "out", "lse"),
+    (_I64, "out_part", "out_row", "out_head", "out_dim", "lse_part", "lse_row", "lse_head", "num_states"),
+    (_I32, "parts", "heads", "head_dim", "padding"),
+)
+
+DECODE = _struct(
+    (_PTR, "k", "v"), (_I64, "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"),
+    (_PTR, "block_tables"), (_I64, "table_row"), (_I32, "max_blocks", "num_blocks", "block_size"), (np.uint32, "magic"),
+    (_I32, "shift", "padding"),
+    (_PTR, "q", "out", "lse"), (_I64, "q_token", "q_head", "out_token", "out_head", "lse_token"),
+    (_PTR, "alibi_slopes", "sinks", "k_scale", "v_scale", "seq_lens", "query_start_loc", "share_start", "items", "units"),
+    (_PTR, "partials", "partial_states", "tickets"),
+    (_I32, "num_seqs", "num_tokens", "group", "num_kv_heads", "causal", "window", "chunk", "splits"), (_F32, "scale", "softcap"),
+)  # fmt: skip
+
+
+class Backend:
+    """The operations on one device."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._ring = PinnedRing(launcher)
+        self._workspaces: dict[int, Workspace] = {}
+
+    # ------------------------------------------------------------------------------------------------------ writes
+
+    def write_kv(self, call: WriteKV) -> None:
+        """Launch write_kv.cu: a thread moves one piece of K and of V of one token."""
+        slots = self._upload(call.slot_mapping)
+        classic = call.layout == "classic"
+        num_heads, head_dim = call.k.shape[1:]
+        block_size = call.v_pages.shape[3 if classic else 2]
+        pointer = self.launcher.pointer
+        params = np.zeros(1, _WRITE)
+        for side, rows, pages, scale in (
+            ("k", call.k, call.k_pages, call.k_scale),
+            ("v", call.v, call.v_pages, call.v_scale),
+        ):
+            strides = [s // pages.itemsize for s in _strides(pages)]
+            if not classic:
+                block, head, slot, chunk = *strides[:3], 0
+            elif side == "k":  # [num_blocks, num_kv_heads, head_dim // x, block_size, x]
+                block, head, chunk, slot = strides[:4]
+            else:  # [num_blocks, num_kv_heads, head_dim, block_size]
+                block, head, chunk, slot = strides
+            token, row_head = (s // rows.itemsize for s in _strides(rows)[:2])
+            params[side] = (pointer(rows), pointer(pages), pointer(scale), token, row_head, block, head, slot, chunk)
+        item, cache_item = call.k.itemsize, call.k_pages.itemsize
+        vec = _pieces(head_dim, item, (call.k, call.v), pointer)
+        if classic:
+            vec = min(vec, _pieces(call.k_pages.shape[4], cache_item, (call.k_pages,), pointer))
+        else:
+            vec = min(vec, _pieces(head_dim, cache_item, (call.k_pages, call.v_pages), pointer))
+        params["slot_mapping"], params["num_slots"] = pointer(slots), len(slots)
+        params["pool_slots"], params["num_heads"], params["block_size"] = (
+            call.k_pages.shape[0] * block_size,
+            num_heads,
+            block_size,
+        )
+        function = self.launcher.get(
+            "write_kv", "write_kv.cu", write_defines(_dtype(call.k), call.kv_dtype, head_dim, vec, classic, slots.dtype)
+        )
+        pieces = num_heads * (head_dim // vec)
+        across = min(1 << (pieces - 1).bit_length(), 256)
+        down = 256 // across
+        self.launcher.launch(function, (-(-len(slots) // down), 1, 1), (across, down, 1), params)
+
+    # ------------------------------------------------------------------------------------------------------ copies
+
+    def copy_blocks(self, pool: Array, copies: Array) -> None:
+        """`pool[dst] = pool[src]` for every row (src, dst) of the host array `copies`, in one launch for up to 448 of them."""
+        self._copy(pool, pool, np.asarray(copies))
+
+    def swap_blocks(self, src: Array, dst: Array, pairs: Array) -> None:
+        """`dst[to] = src[from]` between a pool on the device and one in pinned host memory, in either direction.
+
+        Both have the block id as axis 0 and blocks of equal shape. Contiguous blocks go through the copy engines, runs of
+        neighbouring ids as one piece; others through the copy kernel, which reads and writes pinned memory itself.
+        """
+        pairs = np.asarray(pairs)
+        if not (
+            src[:1].flags.c_contiguous
+            and dst[:1].flags.c_contiguous
+            and src.flags.c_contiguous
+            and dst.flags.c_contiguous
+        ):
+            self._copy(src, dst, pairs)
+            return
+        breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
+        for run in np.split(pairs, breaks):
+            if len(run):
+                (a, b), n = run[0], len(run)
+                self.launcher.copy_async(dst[b : b + n], src[a : a + n])
+
+    def _copy(self, src: Array, dst: Array, pairs: Array) -> None:
+        axes = _merged_axes(src, dst)
+        if 0 in src.shape[1:]:
+            return
+        run = axes.pop()[0] if axes and axes[-1][1:] == (src.itemsize, src.itemsize) else 1
+        run_bytes = run * src.itemsize
+        if len(axes) > _OUTER_AXES:
+            raise ValueError(
+                f"pool: expected blocks of at most {_OUTER_AXES} strided axes, got strides {src.strides}; make it contiguous"
+            )
+        pointer = self.launcher.pointer
+        steps = [
+            pointer(src),
+            pointer(dst),
+            _strides(src)[0],
+            _strides(dst)[0],
+            run_bytes,
+            *(s for axis in axes for s in axis[1:]),
+        ]
+        vec = _power_of_two(*steps)
+        params = np.zeros(1, _COPY)
+        params["src"], params["dst"], params["src_block"], params["dst_block"] = steps[:4]
+        size, src_stride, dst_stride = (
+            np.ones(_OUTER_AXES, np.uint32),
+            np.zeros(_OUTER_AXES, _I64),
+            np.zeros(_OUTER_AXES, _I64),
+        )
+        for i, (n, a, b) in enumerate(reversed(axes)):
+            size[i], src_stride[i], dst_stride[i] = n, a, b
+        params["size"], params["src_stride"], params["dst_stride"] = size, src_stride, dst_stride
+        params["run"] = run_bytes // vec
+        params["pieces"] = pieces = run_bytes // vec * int(size.prod(dtype=np.int64))
+        function = self.launcher.get("copy_blocks", "copy_blocks.cu", copy_defines(vec))
+        for start in range(0, len(pairs), MAX_PAIRS):
+            some = pairs[start : start + MAX_PAIRS]
+            params["pairs"][0, : len(some)] = some
+            self.launcher.launch(function, (-(-pieces // (256 * _COPY_PER_THREAD)), len(some), 1), (256, 1, 1), params)
+
+    # ------------------------------------------------------------------------------------------------------- merge
+
+    def merge_states(self, outs: Array, lses: Array, sinks: Array | None, out: Array, lse: Array) -> None:
+        """Launch merge.cu: a warp is one (row, head)."""
+        pointer = self.launcher.pointer
+        parts, rows, heads, head_dim = outs.shape
+        params = np.zeros(1, _MERGE)
+        params["outs"], params["lses"], params["out"], params["lse"] = (
+            pointer(outs),
+            pointer(lses),
+            pointer(out),
+            pointer(lse),
+        )
+        params["sinks"] = 0 if sinks is None else pointer(sinks)
+        for prefix, x in (("out", outs), ("lse", lses)):
+            for axis, stride in zip(("part", "row", "head", "dim"), _strides(x), strict=False):
+                params[f"{prefix}_{axis}"] = stride // x.itemsize
+        params["num_states"], params["parts"], params["heads"], params["head_dim"] = (
+            rows * heads,
+            parts,
+            heads,
+            head_dim,
+        )
+        function = self.launcher.get("merge", "merge.cu", merge_defines(_dtype(outs)))
+        self.launcher.launch(function, (-(-rows * heads // 4), 1, 1), (128, 1, 1), params)
+
+    # --------------------------------------------------------------------------------------------------- attention
+
+    def prepare(self, plan: Plan) -> None:
+        """Compile what the plan's calls need and put its work on the device, with a workspace of its own."""
+        assert plan.options is not None
+        work = self._work(plan, plan.options)
+        work.workspace = Workspace(self.launcher)
+        work.workspace.reserve(work.num_states, plan.options.head_dim, work.num_tickets)
+        self._decode(work.config, 16, planned=True)
+
+    def paged_attention(self, call: Attention) -> None:
+        """Launch decode.cu: over a schedule where lengths are on the host, else over splits whose edges the device finds."""
+        num_heads, head_dim = call.q.shape[1:]
+        num_blocks, num_kv_heads, block_size, _ = call.k_pages.shape
+        options = PlanOptions(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            _dtype(call.q),
+            call.kv_dtype,
+            call.window,
+            call.chunk,
+            call.num_splits,
+            call.causal,
+        )
+        params = np.zeros(1, DECODE)
+        planned = call.plan is not None or type(call.seq_lens) is np.ndarray
+        if planned:
+            plan = call.plan or Plan(call.block_tables, call.seq_lens, call.query_start_loc, block_size, num_blocks)
+            config, across = self._planned(plan, options, params[0])
+        else:
+            config, across = self._unplanned(call, options, params[0])
+        vec = self._describe(call, params[0])
+        function = self._decode(
+            config, vec, planned=planned, softcap=call.softcap is not None, alibi=call.alibi_slopes is not None
+        )
+        self.launcher.launch(function, (across, num_kv_heads, 1), (config.threads, 1, 1), params, config.shared_bytes)
+
+    def _planned(self, plan: Plan, options: PlanOptions, p: Any) -> tuple[DecodeConfig, int]:
+        """Point the parameters at the plan's work. Returns the kernel's configuration and blocks per KV head."""
+        work = self._work(plan, options)
+        for name in ("seq_lens", "query_start_loc", "block_tables", "share_start", "items", "units"):
+            p[name] = work.addresses[name]
+        p["table_row"] = p["max_blocks"] = work.sizes.columns
+        p["num_seqs"], p["splits"] = work.sizes.seqs, 1
+        workspace = work.workspace or self._stream_workspace()
+        p["partials"], p["partial_states"], p["tickets"] = workspace.reserve(
+            work.num_states, options.head_dim, work.num_tickets
+        )
+        return work.config, work.shares
+
+    def _unplanned(self, call: Attention, options: PlanOptions, p: Any) -> tuple[DecodeConfig, int]:
+        """The same for lengths that only the device knows: as many equal splits a sequence as may fill the device."""
+        num_tokens, (num_seqs, max_blocks) = len(call.q), call.block_tables.shape
+        group = options.num_heads // options.num_kv_heads
+        rows = rows_for(options.head_dim, group, 1 if num_tokens <= num_seqs else num_tokens)
+        config = decode_config(self.launcher.info, options.head_dim, options.dtype, options.kv_dtype, rows)
+        units = num_tokens * group // rows + num_seqs  # numbered as decode.cu numbers them
+        splits = options.num_splits
+        if splits is None:
+            most = max_blocks * call.k_pages.shape[2] // MIN_SHARE
+            splits = max(
+                1, min(self.launcher.info.num_sms * config.resident // (num_seqs * options.num_kv_heads), most)
+            )
+        for name in ("seq_lens", "query_start_loc", "block_tables"):
+            p[name] = self.launcher.pointer(getattr(call, name))
+        p["table_row"] = p["max_blocks"] = max_blocks
+        p["num_seqs"], p["splits"] = num_seqs, splits
+        states = units * splits * options.num_kv_heads * rows
+        p["partials"], p["partial_states"], p["tickets"] = self._stream_workspace().reserve(
+            states, options.head_dim, units * options.num_kv_heads
+        )
+        return config, units * splits
+
+    def _describe(self, call: Attention, p: Any) -> int:
+        """Fill in the arrays and options of the call. Returns the widest access to pages that all addresses allow, in bytes."""
+        pointer = self.launcher.pointer
+        num_heads, head_dim = call.q.shape[1:]
+        p["k"], p["v"] = pointer(call.k_pages), pointer(call.v_pages)
+        strides = _strides(call.k_pages)[:3] + _strides(call.v_pages)[:3]
+        p["k_block"], p["k_head"], p["k_slot"], p["v_block"], p["v_head"], p["v_slot"] = strides
+        p["num_blocks"], p["num_kv_heads"], p["block_size"] = call.k_pages.shape[:3]
+        p["magic"], p["shift"] = _division(call.k_pages.shape[2])
+        p["num_tokens"], p["group"] = len(call.q), num_heads // call.k_pages.shape[1]
+        for name, x in (("q", call.q), ("out", call.out)):
+            p[name] = pointer(x)
+            p[f"{name}_token"], p[f"{name}_head"] = (s // x.itemsize for s in _strides(x)[:2])
+        if call.lse is not None:
+            p["lse"], p["lse_token"] = pointer(call.lse), _strides(call.lse)[0] // 4
+        for name in ("alibi_slopes", "sinks", "k_scale", "v_scale"):
+            x = getattr(call, name)
+            p[name] = 0 if x is None else pointer(x)
+        p["causal"], p["window"], p["chunk"] = call.causal, call.window or 0, call.chunk or 0
+        p["scale"], p["softcap"] = call.scale, call.softcap or 0.0
+        return _power_of_two(int(p["k"]), int(p["v"]), head_dim * call.k_pages.itemsize, *strides)
+
+    def _decode(
+        self, config: DecodeConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
+    ) -> Any:
+        return self.launcher.get(
+            "decode", "decode.cu", decode_defines(config, vec, planned, softcap, alibi), config.shared_bytes
+        )
+
+    def _work(self, plan: Plan, options: PlanOptions) -> DeviceWork:
+        """The plan's work on this device; made at the first call that needs it."""
+        key = (self, options)
+        if key not in plan.device:
+            plan.device[key] = DeviceWork(self.launcher, self._ring, plan, options)
+        work: DeviceWork = plan.device[key]
+        return work
+
+    def _stream_workspace(self) -> Workspace:
+        return self._workspaces.setdefault(self.launcher.stream(), Workspace(self.launcher))
+
+    def _upload(self, x: Array) -> Array:
+        """A host array on the device; a device array as it is."""
+        if type(x) is not np.ndarray:
+            return x
+        there = self.launcher.empty(x.shape, x.dtype)
+        self._ring.stage(x.nbytes)[: x.nbytes].view(x.dtype)[:] = x
+        self._ring.send(there.view(np.uint8), x.nbytes)
+        return there
+
+
+class Workspace:
+    """Partial results and tickets of split sequences, grown on demand. Tickets are 0 between launches."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._floats: Array = np.empty(0, np.float32)
+        self._tickets: Array = np.empty(0, np.uint32)
+
+    def reserve(self, num_states: int, head_dim: int, num_tickets: int) -> tuple[int, int, int]:
+        """Addresses of room for so many partial rows, their states (max and sum), and so many tickets; 0 for nothing."""
+        if num_states == 0:
+            return 0, 0, 0
+        if num_states * (head_dim + 2) > self._floats.size:
+            self._floats = self._launcher.empty((num_states * (head_dim + 2),), np.float32)
+        if num_tickets > self._tickets.size:
+            self._tickets = self._launcher.empty((num_tickets,), np.uint32)
+            self._tickets[...] = 0
+        base = self._launcher.pointer(self._floats)
+        return base + 8 * num_states, base, self._launcher.pointer(self._tickets)
+
+
+def decode_defines(config: DecodeConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:
+    """The constants of decode.cu; `vec` is the width of an access to pages in bytes."""
+    return {
+        **dict(config.defines), "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap), "kAlibi": int(alibi),
+        "kParamsBytes": DECODE.itemsize,
+    }  # fmt: skip
+
+
+def write_defines(
+    dtype: str, kv_dtype: str, head_dim: int, vec: int, classic: bool, slot_dtype: Any
+) -> dict[str, int | str]:
+    """The constants of write_kv.cu; `vec` is elements a thread moves at once."""
+    x = 16 // numpy_dtype(kv_dtype).itemsize
+    return {
+        "kInputType": CUDA_TYPES[dtype], "kCacheType": CUDA_TYPES[kv_dtype], "kHeadDim": head_dim, "kVec": vec,
+        "kKChunk": x if classic else head_dim, "kVChunk": 1 if classic else head_dim,
+        "kSlotType": "int" if slot_dtype == np.int32 else "long long", "kParamsBytes": _WRITE.itemsize,
+    }  # fmt: skip
+
+
+def copy_defines(vec: int) -> dict[str, int | str]:
+    """The constants of copy_blocks.cu; `vec` is bytes a thread moves at once."""
+    return {"kVec": vec, "kParamsBytes": _COPY.itemsize}
+
+
+def merge_defines(dtype: str) -> dict[str, int | str]:
+    """The constants of merge.cu."""
+    return {"kQueryType": CUDA_TYPES[dtype], "kParamsBytes": _MERGE.itemsize}
+
+
+# ----------------------------------------------------------------------------------------------------------- addresses
+
+
+def _dtype(x: Array) -> str:
+    return str(x.dtype.name)
+
+
+def _strides(x: Array) -> list[int]:
+    """Strides in bytes; those of axes of length 1 mean nothing and are 0."""
+    return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
+
+
+def _power_of_two(*numbers: int) -> int:
+    """The largest power of two up to 16 that divides all the numbers."""
+    together = 16
+    for n in numbers:
+        together |= n
+    return together & -together
+
+
+def _pieces(row: int, item: int, arrays: tuple[Array, ...], pointer: Any) -> int:
+    """How many elements of rows of `row` elements one access can take, for every address in the arrays."""
+    steps = [row * item]
+    for x in arrays:
+        steps += [pointer(x), *_strides(x)[:-1]]
+    return max(_power_of_two(*steps) // item, 1)
+
+
+@cache
+def _division(divisor: int) -> tuple[int, int]:
+    """`(magic, shift)` with n // divisor == n * magic >> shift for every n below 2^31.
+
+    Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994).
+    """
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def _merged_axes(src: Array, dst: Array) -> list[tuple[int, int, int]]:
+    """The axes inside a block as (length, stride in src, stride in dst), with axes merged where both arrays allow it."""
+    axes: list[tuple[int, int, int]] = []
+    for n, a, b in zip(src.shape[1:], src.strides[1:], dst.strides[1:], strict=True):
+        if n == 1:
+            continue
+        if axes and axes[-1][1:] == (n * a, n * b):
+            axes[-1] = (axes[-1][0] * n, a, b)
+        else:
+            axes.append((n, a, b))
+    return axes
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+@cache
+def backend(device_id: int) -> Backend:
+    """The backend of one CUDA device. Raises RuntimeError for a device older than the kernels support."""
+    return Backend(CupyLauncher(device_id))
+
+
+def current_backend() -> Backend:
+    """The backend of CuPy's current device. Raises ModuleNotFoundError without CuPy, RuntimeError without a GPU."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "device: 'cuda' needs CuPy, which is not installed: pip install 'cupaged[cuda12x]' (or [cuda13x])"
+        ) from error
+    if not cupy.cuda.is_available():
+        raise RuntimeError("device: 'cuda' found no GPU (CuPy is installed, but no CUDA device or driver is there)")
+    return backend(cupy.cuda.Device().id)
+
+
+def backend_for(x: Array) -> Any:
+    """The backend of the device that holds the CuPy array `x`, whatever device is current."""
+    import cupy
+
+    if x.device.id == cupy.cuda.Device().id:
+        return backend(x.device.id)
+    return _Elsewhere(x.device)
+
+
+class _Elsewhere:
+    """A backend of a device that is not the current one: makes it current for the length of each call."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __getattr__(self, operation: str) -> Any:
+        def run(*arguments: Any) -> None:
+            with self._device:
+                getattr(backend(self._device.id), operation)(*arguments)
+
+        return run

@@ -1,0 +1,131 @@
+"""Which thread block attends to which part of which sequence: the arithmetic of planning, in NumPy.
+
+The keys of all units (a sequence, or `rows` of its packed query rows) are laid end to end in tiles of `tile` tokens and cut into
+equal shares, one a thread block; a share may end one unit and begin the next ("stream-K"). Every KV head has the same schedule.
+
+Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU" (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .arrays import Array
+
+MIN_SHARE = 128  # tokens: below this, launching and merging cost more than reading
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the decode kernel walks. All arrays are int32."""
+
+    share_start: Array  # [shares + 1]: items of share s are [share_start[s], share_start[s + 1])
+    items: (
+        Array  # [num_items, 4]: unit, first token, last token (excluded), partial or -1 when the item is the whole unit
+    )
+    units: Array  # [num_units, 4]: sequence, first packed row, first partial, number of partials
+    num_partials: int
+
+
+def make_schedule(
+    seq_lens: Array,  # [num_seqs] int32
+    query_start_loc: Array,  # [num_seqs + 1] int32
+    *,
+    group: int,
+    rows: int,
+    tile: int,
+    shares: int,
+    causal: bool = True,
+    window: int | None = None,
+    chunk: int | None = None,
+    num_splits: int | None = None,
+) -> Schedule:
+    """Cut one step's work into at most `shares` equal shares.
+
+    Packed row `r * group + g` of a sequence is query row r for head g of a KV head's group; a unit is `rows` of them. Keys that no
+    row of a unit may see are not part of it. With `num_splits`, a sequence's keys are cut at edges that follow from its own length
+    alone; the pieces are dealt out whole.
+    """
+    lens, starts = seq_lens.astype(np.int64), query_start_loc.astype(np.int64)
+    num_queries = np.diff(starts)
+    sequence, row = _units(num_queries * group, rows)
+    # positions of the first and last query row of each unit
+    before = lens - num_queries
+    first_row = before[sequence] + row // group
+    last_row = before[sequence] + (np.minimum(row + rows, num_queries[sequence] * group) - 1) // group
+    low = _lowest_key(first_row, window, chunk)
+    high = _highest_key(last_row, lens[sequence], causal, chunk)
+    first_tile = low // tile
+    last_tile = np.maximum(-(-high // tile), first_tile)
+
+    if num_splits is None:
+        ends = np.cumsum(last_tile - first_tile)
+        total = int(ends[-1]) if len(ends) else 0
+        share = max(-(-total // shares), -(-MIN_SHARE // tile), 1)
+        begins = ends - (last_tile - first_tile)
+        # unit u covers tiles [begins, ends) of the whole; item i of it lies in share begins // share + i
+        count = np.maximum((ends - 1) // share - begins // share + 1, 1)
+        of, nth = _expand(count)
+        number = begins[of] // share + nth
+        first = np.maximum(begins[of], number * share) - begins[of] + first_tile[of]
+        last = np.minimum(ends[of], (number + 1) * share) - begins[of] + first_tile[of]
+    else:
+        base = _lowest_key(np.maximum(before, 0), window, chunk) // tile
+        each = np.maximum(-(-(-(-lens // tile) - base) // num_splits), 1)[sequence]
+        base = base[sequence]
+        begins = (first_tile - base) // each
+        count = np.where(last_tile > first_tile, (last_tile - 1 - base) // each - begins + 1, 1)
+        of, nth = _expand(count)
+        first = np.maximum(first_tile[of], base[of] + (begins[of] + nth) * each[of])
+        last = np.minimum(last_tile[of], base[of] + (begins[of] + nth + 1) * each[of])
+        ends = np.cumsum(last - first)
+        total = int(ends[-1]) if len(ends) else 0
+        share = max(-(-total // shares), 1)
+        number = (ends - (last - first)) // share
+    number = np.minimum(number, max(-(-total // share) - 1, 0))  # empty units at the very end
+
+    split = count > 1
+    first_partial = np.cumsum(np.where(split, count, 0)) - np.where(split, count, 0)
+    items = np.empty((len(of), 4), np.int32)
+    items[:, 0], items[:, 1], items[:, 2] = of, first * tile, np.minimum(last * tile, high[of])
+    items[:, 3] = np.where(split[of], first_partial[of] + nth, -1)
+    units = np.empty((len(sequence), 4), np.int32)
+    units[:, 0], units[:, 1], units[:, 2], units[:, 3] = sequence, row, first_partial, count
+    used = max(-(-total // share), 1)
+    share_start = np.searchsorted(number, np.arange(used + 1)).astype(np.int32)
+    share_start[-1] = len(items)
+    return Schedule(share_start, items, units, int(count[split].sum()))
+
+
+def _units(packed: Array, rows: int) -> tuple[Array, Array]:
+    """Sequence and first packed row of every unit, for sequences of `packed` rows."""
+    if len(packed) and packed.min() > 0 and packed.max() <= rows:
+        return np.arange(len(packed)), np.zeros(len(packed), np.int64)
+    of, nth = _expand(-(-packed // rows))
+    return of, nth * rows
+
+
+def _expand(count: Array) -> tuple[Array, Array]:
+    """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and numbers within an owner [0, 1, 0, 1, 2]."""
+    of = np.repeat(np.arange(len(count)), count)
+    return of, np.arange(len(of)) - (np.cumsum(count) - count)[of]
+
+
+def _lowest_key(position: Array, window: int | None, chunk: int | None) -> Array:
+    """The first key that a row at `position` may see (0 for a row before the first)."""
+    low = np.zeros_like(position)
+    if window is not None:
+        low = np.maximum(low, position - (window - 1))
+    if chunk is not None:
+        low = np.maximum(low, position // chunk * chunk)
+    return low
+
+
+def _highest_key(position: Array, length: Array, causal: bool, chunk: int | None) -> Array:
+    """One past the last key that a row at `position` may see."""
+    high = position + 1 if causal else length
+    if chunk is not None:
+        high = np.minimum(high, (position // chunk + 1) * chunk)
+    return np.where(position >= 0, high, 0)

@@ -1,6 +1,26 @@
 """cupaged: a paged KV cache and its attention kernels for NumPy and CuPy, without PyTorch."""
 
 from . import reference
+from .allocator import BlockAllocator
 from .attention import merge_states, paged_attention, write_kv
+from .block_pool import BlockPool
+from .errors import OutOfBlocks
+from .kv_cache import KVCache, blocks_for
+from .mirror import TableMirror
+from .steps import Step
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BlockAllocator",
+    "BlockPool",
+    "KVCache",
+    "OutOfBlocks",
+    "Step",
+    "TableMirror",
+    "blocks_for",
+    "merge_states",
+    "paged_attention",
+    "reference",
+    "write_kv",
+]

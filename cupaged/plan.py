@@ -237,7 +237,7 @@ def _slots(slot_mapping: object, num_tokens: int) -> Array:
 def host_int32(x: object, name: str, ndim: int) -> Array:
     """Host metadata as a contiguous int32 array; other integer types are converted when every value fits."""
     a = np.asarray(x)
-    if a.dtype.kind not in "iu":
+    if a.dtype.kind not in "iu" and a.size:  # an empty list has no dtype of its own
         raise TypeError(f"{name}: expected an int32 array, got dtype {a.dtype}; pass integers")
     if a.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimension{'s' * (ndim > 1)}, got shape {a.shape}")

@@ -26,7 +26,7 @@ from .checks import (
     scales,
     stacked,
 )  # fmt: skip
-from .plan import Plan
+from .plan import Plan, PlanOptions
 
 
 def paged_attention(
@@ -121,16 +121,16 @@ def paged_attention(
                 f"plan: made for {plan.num_blocks} blocks of {plan.block_size} tokens, but the caches hold {num_blocks} blocks of "
                 f"{block_size}; make the plan with this cache's sizes"
             )
+        plan.check_call(
+            num_tokens,
+            PlanOptions(
+                num_heads, num_kv_heads, head_dim, dtype_name(q), kv_dtype, window, chunk, num_splits, bool(causal)
+            ),
+        )
         tables, lens, starts = plan.block_tables, plan.seq_lens, plan.query_start_loc
     # Device metadata are not read back, so the count of rows is only known where it follows from a shape.
-    expected = (
-        len(lens)
-        if query_start_loc is None and plan is None
-        else int(starts[-1])
-        if not is_cupy(starts)
-        else num_tokens
-    )
-    if num_tokens != expected:
+    expected = len(lens) if query_start_loc is None else num_tokens if is_cupy(starts) else int(starts[-1])
+    if plan is None and num_tokens != expected:
         source = (
             "block_tables has rows (no query_start_loc: one query per sequence)"
             if query_start_loc is None

@@ -1,0 +1,57 @@
+"""The allocator's tables in another process: a scheduler owns them, a worker follows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .block_pool import Ints, integer
+from .rows import ranges
+from .steps import Delta
+
+
+class TableMirror:
+    """Tables and lengths rebuilt from the deltas of all steps, in order.
+
+    Attributes:
+        tables: `[rows, columns] int32`, -1 where no block is mapped; row numbers are the allocator's.
+        lengths: `[rows] int64`, 0 for a row without a request.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = integer(block_size, "block_size", 1)
+        self.tables = np.full((8, 8), -1, np.int32)
+        self.lengths = np.zeros(8, np.int64)
+        self._serial = 0
+
+    def apply(self, delta: Delta) -> None:
+        """Bring tables and lengths to where they stood after the delta's step.
+
+        Raises ValueError, with nothing changed, unless the delta is the next one.
+        """
+        if delta.serial != self._serial + 1:
+            raise ValueError(
+                f"delta: expected that of step {self._serial + 1}, got step {delta.serial}; apply every step's, in order"
+            )
+        columns = -(-delta.lengths // self.block_size)
+        self._make_room(int(delta.rows.max(initial=-1)) + 1, int(columns.max(initial=0)))
+        width = self.tables.shape[1]
+        flat = self.tables.reshape(-1)
+        used = -(-self.lengths[delta.rows] // self.block_size)
+        flat[_entries(delta.rows * width, delta.first, used)] = -1
+        flat[_entries(delta.rows * width, delta.first, columns)] = delta.blocks
+        self.lengths[delta.rows] = delta.lengths
+        self._serial = delta.serial
+
+    def _make_room(self, rows: int, columns: int) -> None:
+        old_rows, old_columns = self.tables.shape
+        if rows > old_rows or columns > old_columns:
+            rows = old_rows if rows <= old_rows else max(rows, old_rows + old_rows // 2)
+            columns = old_columns if columns <= old_columns else max(columns, old_columns + old_columns // 2)
+            tables, lengths = np.full((rows, columns), -1, np.int32), np.zeros(rows, np.int64)
+            tables[:old_rows, :old_columns] = self.tables
+            lengths[:old_rows] = self.lengths
+            self.tables, self.lengths = tables, lengths
+
+
+def _entries(starts: Ints, first: Ints, stop: Ints) -> Ints:
+    return ranges(starts + first, np.maximum(stop - first, 0))

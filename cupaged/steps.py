@@ -1,0 +1,126 @@
+"""What one step hands to the device: tables, slots, lengths and copies, as they stood when the allocator made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .block_pool import Blocks, Ints
+from .rows import UNCHANGED, Rows, ranges
+
+Int32s = npt.NDArray[np.int32]
+
+
+class Step:
+    """A snapshot; row i of every array is argument i of the call that made it. Host arrays, views of one piece of memory.
+
+    Attributes:
+        block_tables: `[num_seqs, max_blocks] int32`, -1 where no block is mapped; as wide as the longest sequence needs.
+        seq_lens: `[num_seqs] int32`, tokens per sequence, this step's included.
+        query_start_loc: `[num_seqs + 1] int32`; the new tokens of sequence i are `[query_start_loc[i], query_start_loc[i + 1])`.
+        slot_mapping: `[num_tokens] int64`, where each new token goes.
+        copies: `[n, 2] int32`, (src, dst) blocks to copy before the step's writes, in any order.
+        num_cached: `[num_seqs] int32`, tokens found in the prefix cache.
+        rows: `[num_seqs] int64`, the allocator's rows.
+        packed: `int32`, the piece that holds tables, slots, lengths and query starts, so that a device copy is one transfer.
+        serial: 1, 2, 3 ... in the order in which the allocator made its steps, which is the order to execute them in.
+        after: serial of the newest earlier step that had copies, 0 when there is none.
+        block_size, num_blocks: of the allocator.
+        device: where whoever executes the step may keep what belongs to it.
+    """
+
+    __slots__ = (
+        "_before", "_copied", "_marked", "_others", "after", "block_size", "block_tables", "copies", "device", "num_blocks",
+        "num_cached", "packed", "query_start_loc", "rows", "seq_lens", "serial", "slot_mapping",
+    )  # fmt: skip
+
+    block_tables: Blocks
+    seq_lens: Int32s
+    query_start_loc: Int32s
+    slot_mapping: Ints
+    copies: Blocks
+    num_cached: Int32s
+    rows: Ints
+    packed: Int32s
+    serial: int
+    after: int
+    block_size: int
+    num_blocks: int
+    device: dict[object, Any]
+    _before: Ints  # lengths before the step
+    _copied: Ints  # sequences whose table entry at that length changed by copy-on-write
+    _marked: Int32s | None  # Rows.changed of this step's rows
+    _others: Delta | None  # changes of other rows since the step before
+
+    def __init__(self, requests: Rows, rows: Ints, columns: int, num_tokens: int) -> None:
+        """Take the tables of `rows` and leave room for the rest; the allocator fills it in."""
+        n = len(rows)
+        slots = n * columns + (n * columns & 1)  # int64 values start at an even place
+        lens = slots + 2 * num_tokens
+        size = lens + 2 * n + 1
+        packed = requests.snapshot(rows, columns, size - n * columns)[:size]
+        self.packed = packed
+        self.block_tables = packed[: n * columns].reshape(n, columns)
+        self.slot_mapping = packed[slots:lens].view(np.int64)
+        self.seq_lens = packed[lens : lens + n]
+        self.query_start_loc = packed[lens + n :]
+        self.rows = rows
+        self.device = {}
+
+    def keep_changes(self, requests: Rows, before: Ints, copied: Ints) -> None:
+        """Note what `delta` will tell, and clear the marks: `before` are the lengths before the step."""
+        self._before, self._copied = before, copied
+        self._marked = self._others = None
+        if not requests.any_changed:
+            return
+        self._marked = requests.changed.take(self.rows)
+        requests.changed[self.rows] = UNCHANGED
+        rows = (requests.changed != UNCHANGED).nonzero()[0]
+        lengths = np.maximum(requests.lengths[rows], 0)
+        columns = requests.columns(lengths)
+        first = np.minimum(requests.changed[rows], columns)
+        self._others = Delta(
+            self.serial, rows, lengths, first, requests.flat.take(requests.entries(rows, first, columns))
+        )
+        requests.changed[rows] = UNCHANGED
+        requests.any_changed = False
+
+    @property
+    def delta(self) -> Delta:
+        """What changed in all tables since the step before this one, for a `TableMirror`."""
+        first = -(-self._before // self.block_size)
+        first[self._copied] -= 1
+        if self._marked is not None:
+            np.minimum(first, self._marked, out=first)
+        told = self.seq_lens != self._before
+        if self._marked is not None:
+            told |= self._marked != UNCHANGED
+        at = told.nonzero()[0]
+        first, lengths = first[at], self.seq_lens[at].astype(np.int64)
+        columns = -(-lengths // self.block_size)
+        first = np.minimum(first, columns)
+        blocks = self.block_tables.reshape(-1).take(ranges(at * self.block_tables.shape[1] + first, columns - first))
+        mine = Delta(self.serial, self.rows[at], lengths, first, blocks)
+        return mine if self._others is None else mine.joined(self._others)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Changes of rows: plain arrays, to be pickled and sent.
+
+    Row `rows[i]` now has `lengths[i]` tokens (0: none, or no request), and its columns from `first[i]` on are the next ids of `blocks`.
+    """
+
+    serial: int
+    rows: Ints  # [n]
+    lengths: Ints  # [n]
+    first: Ints  # [n]
+    blocks: Blocks  # [sum of columns of lengths[i], less first[i]]
+
+    def joined(self, other: Delta) -> Delta:
+        """The changes of both, which name different rows."""
+        arrays = ("rows", "lengths", "first", "blocks")
+        return Delta(self.serial, *(np.concatenate((getattr(self, name), getattr(other, name))) for name in arrays))

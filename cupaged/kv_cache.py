@@ -54,7 +54,9 @@ class KVCache:
             if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
                 raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
         if head_dim % 8 or head_dim > 256:
-            raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad the heads with zeros")
+            raise ValueError(
+                f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad the heads with zeros"
+            )
         for name, choice, choices in (
             ("layout", layout, ("HND", "NHD")),
             ("order", order, ("page", "layer")),
@@ -130,22 +132,37 @@ class KVCache:
         self, layer: int, k: Array, v: Array, step: Step, *, k_scale: float | Array = 1.0, v_scale: float | Array = 1.0
     ) -> None:
         """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
-        self._check_begun(step)
         k_cache, v_cache = self.layer(layer)
         write_kv(
-            k, v, k_cache, v_cache, step.slot_mapping,
+            k, v, k_cache, v_cache, self._plan(step).write_slots,
             layout=self.layout, k_scale=k_scale, v_scale=v_scale, kv_dtype=self.kv_dtype,
         )  # fmt: skip
 
     def attend(self, layer: int, q: Array, step: Step, **how: Any) -> Any:
         """Attention of this step's queries `[num_tokens, num_heads, head_dim]`; keyword arguments as in `paged_attention`."""
-        self._check_begun(step)
         k_cache, v_cache = self.layer(layer)
-        plan = step.device.get(Plan)
-        if plan is None:  # the allocator made these values: once a step is enough, and they need no check
-            plan = Plan(step.block_tables, step.seq_lens, step.query_start_loc, self.block_size, step.num_blocks)
-            step.device[Plan] = plan
-        return paged_attention(q, k_cache, v_cache, None, None, layout=self.layout, kv_dtype=self.kv_dtype, plan=plan, **how)
+        plan = self._plan(step)
+        return paged_attention(
+            q, k_cache, v_cache, None, None, layout=self.layout, kv_dtype=self.kv_dtype, plan=plan, **how
+        )
+
+    def _plan(self, step: Step) -> Plan:
+        """One plan serves all layers of a step. The allocator made its values, so they need no check."""
+        if step.serial != self._begun:
+            raise RuntimeError(
+                f"step: number {step.serial} has not begun (number {self._begun} has); call cache.begin(step) first"
+            )
+        plan: Plan | None = step.device.get(self)
+        if plan is None:
+            plan = step.device[self] = Plan(
+                step.block_tables,
+                step.seq_lens,
+                step.query_start_loc,
+                self.block_size,
+                step.num_blocks,
+                step.slot_mapping,
+            )
+        return plan
 
     def gather(self, layer: int, table_row: Array, seq_len: int) -> tuple[Array, Array]:
         """Contiguous `(k, v)` of one sequence, `[seq_len, num_kv_heads, head_dim]`: for export and debugging.
@@ -155,7 +172,9 @@ class KVCache:
         columns = -(-seq_len // self.block_size)
         table = host_int32(table_row, "table_row", 1)[:columns]
         if seq_len < 0 or len(table) < columns:
-            raise ValueError(f"seq_len: expected 0 to {len(table) * self.block_size}, what table_row holds, got {seq_len}")
+            raise ValueError(
+                f"seq_len: expected 0 to {len(table) * self.block_size}, what table_row holds, got {seq_len}"
+            )
         if ((table < 0) | (table >= self.num_blocks)).any():
             raise ValueError(f"table_row: expected block ids from 0 to {self.num_blocks - 1}, got {table.tolist()}")
         k, v = self.layer(layer)
@@ -165,16 +184,14 @@ class KVCache:
         tokens = blocks.swapaxes(1, 2) if self.layout == "HND" else blocks
         return self._xp.ascontiguousarray(tokens.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
 
-    def _check_begun(self, step: Step) -> None:
-        if step.serial != self._begun:
-            raise RuntimeError(f"step: number {step.serial} has not begun (number {self._begun} has); call cache.begin(step) first")
-
 
 def blocks_for(
     num_bytes: int, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str = "float16"
 ) -> int:
     """How many blocks of a `KVCache` with these sizes fit into `num_bytes`."""
-    return int(num_bytes // KVCache(num_layers, 1, block_size, num_kv_heads, head_dim, dtype, device="cpu").bytes_per_block)
+    return int(
+        num_bytes // KVCache(num_layers, 1, block_size, num_kv_heads, head_dim, dtype, device="cpu").bytes_per_block
+    )
 
 
 def _array_module(device: str) -> Any:
@@ -190,4 +207,6 @@ def _array_module(device: str) -> Any:
         return cupy
     if device == "auto":
         return np
-    raise RuntimeError("device: 'cuda' found no GPU (CuPy is installed, but no CUDA device or driver is there); use device='cpu'")
+    raise RuntimeError(
+        "device: 'cuda' found no GPU (CuPy is installed, but no CUDA device or driver is there); use device='cpu'"
+    )

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "info":
         info.print_report(args.json)
         return 0
-    return generate.main(args)
+    return int(generate.main(args))
 
 
 def _example(name: str) -> Any:

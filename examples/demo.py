@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 from generate import array_module, print_beams, print_samples
 from generation import Engine, Usage, blocks_to_be_safe
-from gguf_file import ModelError, find_model
+from gguf_file import InputError, find_model
 from llama import Array, Llama, load
 from tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ def main() -> int:
     """Run the demo. Returns 0, or 2 after one line when there is no model to run."""
     try:
         model, tokenizer = load(find_model(), array_module("auto"))
-    except ModelError as error:
+    except InputError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     prompt = tokenizer.encode_prompt(PROMPT)

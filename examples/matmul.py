@@ -38,7 +38,7 @@ def _few_rows_kernel() -> Callable[[Array, Array, Array], None] | None:
         return None
 
     # Sums may be reordered, which is what lets them be vectors; NaN and infinities keep their meaning.
-    @njit("(f4[:, ::1], f4[:, ::1], f4[:, ::1])", parallel=True, fastmath={"reassoc", "contract", "nsz"}, cache=True)  # type: ignore[misc,unused-ignore]
+    @njit("(f4[:, ::1], f4[:, ::1], f4[:, ::1])", parallel=True, fastmath={"reassoc", "contract", "nsz"}, cache=True)
     def few_rows(x: Array, w: Array, out: Array) -> None:
         rows, size = x.shape
         last = len(w) - 2

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterable
 from typing import Any
 
-from gguf_file import GGUFFile, ModelError
+from gguf_file import GGUFFile, InputError
 
 CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # tokenizer.ggml.token_type
 
@@ -19,14 +19,14 @@ _LLAMA3_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,
 class Tokenizer:
     """Encoder and decoder of one model.
 
-    Raises ModelError for a vocabulary of another kind, or when a package is missing.
+    Raises InputError for a vocabulary of another kind, or when a package is missing.
     """
 
     def __init__(self, file: GGUFFile) -> None:
         try:
             import tokenizers
         except ModuleNotFoundError:
-            raise ModelError("reading text needs the package tokenizers: pip install 'cupaged[models]'") from None
+            raise InputError("reading text needs the package tokenizers: pip install 'cupaged[models]'") from None
         self.tokens: list[str] = file.get("tokenizer.ggml.tokens")
         self.types: list[int] = file.get("tokenizer.ggml.token_type", [1] * len(self.tokens))
         self.template: str | None = file.get("tokenizer.chat_template", None)
@@ -45,7 +45,7 @@ class Tokenizer:
             self._encoder = _sentencepiece_bpe(tokenizers, file, self.tokens)
             self._bytes = [_piece_bytes(s, t) for s, t in zip(self.tokens, self.types, strict=True)]
         else:
-            raise ModelError(f"{file.path}: expected a vocabulary 'gpt2' or 'llama', got {kind!r}")
+            raise InputError(f"{file.path}: expected a vocabulary 'gpt2' or 'llama', got {kind!r}")
         whole = [
             token for token, type_ in zip(self.tokens, self.types, strict=True) if type_ in (CONTROL, USER_DEFINED)
         ]
@@ -77,7 +77,7 @@ class Tokenizer:
             from jinja2 import TemplateError
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ModuleNotFoundError:
-            raise ModelError("the chat template needs the package jinja2: pip install 'cupaged[models]'") from None
+            raise InputError("the chat template needs the package jinja2: pip install 'cupaged[models]'") from None
         special = {
             "bos_token": "" if self.bos is None else self.tokens[self.bos],
             "eos_token": self.tokens[self.eos_ids[0]] if self.eos_ids else "",
@@ -86,9 +86,9 @@ class Tokenizer:
         environment.globals["raise_exception"] = _raise_exception
         try:
             template = environment.from_string(self.template or "")
-            return template.render(messages=messages, add_generation_prompt=True, **special)
+            return str(template.render(messages=messages, add_generation_prompt=True, **special))
         except TemplateError as error:
-            raise ModelError(f"the model's chat template: {error}") from None
+            raise InputError(f"the model's chat template: {error}") from None
 
 
 class TextStream:
@@ -125,7 +125,7 @@ def _byte_level_bpe(tokenizers: Any, file: GGUFFile, tokens: list[str]) -> Any:
             ]
         )
     else:
-        raise ModelError(f"{file.path}: expected the text split 'smollm', 'gpt-2' or 'llama-bpe', got {pre!r}")
+        raise InputError(f"{file.path}: expected the text split 'smollm', 'gpt-2' or 'llama-bpe', got {pre!r}")
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
     whole_words = pre.startswith("llama")  # Llama 3 looks a word up before it merges
     encoder = tokenizers.Tokenizer(models.BPE({s: i for i, s in enumerate(tokens)}, merges, ignore_merges=whole_words))
@@ -147,7 +147,7 @@ def _sentencepiece_bpe(tokenizers: Any, file: GGUFFile, tokens: list[str]) -> An
     ]
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", 0)]
     encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces = [normalizers.Replace(" ", "▁")]
+    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
     if file.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend("▁"))
     encoder.normalizer = normalizers.Sequence(spaces)

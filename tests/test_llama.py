@@ -11,10 +11,10 @@ pytest.importorskip("gguf", reason="the model tests need: pip install 'cupaged[m
 pytest.importorskip("tokenizers", reason="the model tests need: pip install 'cupaged[models]'")
 
 import tiny_llama
-from gguf_file import GGUFFile, ModelError, find_model
+from gguf_file import GGUFFile, InputError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama import Llama, load
+from llama import Llama
 from tokenizer import Tokenizer
 
 
@@ -92,7 +92,10 @@ def test_only_the_asked_rows_get_logits(tmp_path: Path) -> None:
     attend = tiny_llama.DenseCache(model.config).attend
     some = model.forward(np.array(tokens), np.arange(5), attend, np.array([3, 1]))
     np.testing.assert_allclose(some, every[[3, 1]], atol=1e-5)
-    assert model.forward(np.array(tokens), np.arange(5), tiny_llama.DenseCache(model.config).attend, slice(0)).shape[0] == 0
+    assert (
+        model.forward(np.array(tokens), np.arange(5), tiny_llama.DenseCache(model.config).attend, slice(0)).shape[0]
+        == 0
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +121,12 @@ def test_streaming_holds_back_a_broken_character(tiny: Tokenizer) -> None:
 
 
 def test_merges_and_control_tokens_are_found_in_text(tiny: Tokenizer) -> None:
-    assert [tiny.tokens[i] for i in tiny.encode("hello world<|im_end|>hell")] == ["hello", "Ġworld", "<|im_end|>", "hell"]
+    assert [tiny.tokens[i] for i in tiny.encode("hello world<|im_end|>hell")] == [
+        "hello",
+        "Ġworld",
+        "<|im_end|>",
+        "hell",
+    ]
     assert tiny.decode(tiny.encode("hello<|im_end|> world")) == "hello world"
 
 
@@ -143,7 +151,7 @@ def test_sentencepiece_vocabulary_merges_by_score_and_falls_back_to_bytes(tmp_pa
 
 def test_template_that_refuses_is_a_model_error(tmp_path: Path) -> None:
     path = tiny_llama.write(tmp_path / "refuses.gguf", 0, template="{{ raise_exception('no user here') }}")
-    with pytest.raises(ModelError, match="chat template: no user here"):
+    with pytest.raises(InputError, match="chat template: no user here"):
         Tokenizer(GGUFFile(path)).encode_prompt("hello")
 
 
@@ -155,6 +163,9 @@ def test_template_that_refuses_is_a_model_error(tmp_path: Path) -> None:
         ({"extra": {"blk.0.attn_q.bias": np.zeros(96, np.float32)}}, "'blk.0.attn_q.bias' is no part of the Llama"),
         ({"metadata": {"embedding_length": 32}}, "expected 'token_embd.weight' of shape"),
         ({"metadata": {"attention.head_count": None}}, "the key 'llama.attention.head_count' is missing"),
+        ({"metadata": {"attention.head_count": 0}}, "'llama.attention.head_count' is not a size, it is 0"),
+        ({"metadata": {"attention.head_count_kv": 4}}, "6 heads, 4 KV heads"),
+        ({"metadata": {"rope.dimension_count": 18}}, "18 rotated elements of 16"),
         ({"metadata": {"expert_count": 8}}, "a mixture of experts"),
         ({"metadata": {"rope.scaling.type": "yarn"}}, "rope scaling 'yarn'"),
     ],
@@ -162,7 +173,7 @@ def test_template_that_refuses_is_a_model_error(tmp_path: Path) -> None:
 )
 def test_model_that_cannot_run_is_refused_by_name(tmp_path: Path, how: dict, message: str) -> None:
     path = tiny_llama.write(tmp_path / "bad.gguf", 0, **how)
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(InputError) as error:
         GGUFFile(path)
     assert message in str(error.value) and str(path) in str(error.value)
 
@@ -171,23 +182,19 @@ def test_model_that_cannot_run_is_refused_by_name(tmp_path: Path, how: dict, mes
 def test_damaged_file_is_a_model_error(tmp_path: Path, cut: int) -> None:
     path = tiny_llama.write(tmp_path / "whole.gguf", 0)
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(ModelError, match="not a readable GGUF file") as error:
+    with pytest.raises(InputError, match="not a readable GGUF file") as error:
         GGUFFile(path)
     assert "\n" not in str(error.value)
 
 
 def test_missing_file_is_a_model_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such file"):
+    with pytest.raises(InputError, match="no such file"):
         GGUFFile(tmp_path / "nowhere.gguf")
 
 
 def test_real_model_answers_as_llama_cpp_does() -> None:
     """llama.cpp on the same weights in float32 gives these tokens."""
-    try:
-        path = find_model()
-    except ModelError as error:
-        pytest.skip(str(error))
-    model, tokenizer = load(path)
+    model, tokenizer = tiny_llama.real_model()
     prompt = tokenizer.encode_prompt("What is the capital of France?")
     cache = tiny_llama.DenseCache(model.config)
     tokens, answer = prompt, []

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import gguf
-from tokenizer import _byte_chars
+from gguf_file import InputError, find_model
+from llama import Llama, load
+from tokenizer import Tokenizer, _byte_chars
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 3, 64, 6, 2, 16, 96, 200
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -99,8 +103,22 @@ def write(
     return path
 
 
+def real_model() -> tuple[Llama, Tokenizer]:
+    """SmolLM2-135M, loaded once; the test is skipped where its package is not installed."""
+    try:
+        return _load_once(find_model())
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+_load_once = cache(load)
+
+
 class DenseCache:
-    """Contiguous keys and values of one sequence: the comparison for a paged cache. `attend` is what the model calls."""
+    """Contiguous keys and values of one sequence: the comparison for a paged cache. `attend` is what the model calls.
+
+    Attention is computed in float64, so that a difference of logits is the paged side's rounding alone.
+    """
 
     def __init__(self, config: Any) -> None:
         empty = np.zeros((0, config.num_kv_heads, config.head_dim), np.float32)
@@ -115,11 +133,11 @@ class DenseCache:
         k = self.k[layer] = np.concatenate([self.k[layer], k])
         v = self.v[layer] = np.concatenate([self.v[layer], v])
         rows, heads, head_dim = q.shape
-        group = heads // k.shape[1]
-        scores = np.einsum("ihd,jhd->hij", q, np.repeat(k, group, axis=1), optimize=True) / head_dim**0.5
+        k, v = (np.repeat(x.astype(np.float64), heads // x.shape[1], axis=1) for x in (k, v))
+        scores = np.einsum("ihd,jhd->hij", q.astype(np.float64), k, optimize=True) * head_dim**-0.5
         seen = np.arange(len(k)) <= np.arange(len(k) - rows, len(k))[:, None]
-        p = np.exp(np.where(seen, scores, -np.inf) - scores.max())
-        return np.einsum("hij,jhd->ihd", p / p.sum(axis=2, keepdims=True), np.repeat(v, group, axis=1), optimize=True)
+        p = np.exp(np.where(seen, scores, -np.inf) - scores.max(axis=2, keepdims=True))
+        return np.einsum("hij,jhd->ihd", p / p.sum(axis=2, keepdims=True), v, optimize=True).astype(np.float32)
 
 
 def dense_logits(model: Any, tokens: list[int]) -> np.ndarray:

@@ -1,12 +1,13 @@
 """cupaged: a paged KV cache and its attention kernels for NumPy and CuPy, without PyTorch."""
 
-from . import reference
+from . import classic, reference
 from .allocator import BlockAllocator
 from .attention import merge_states, paged_attention, write_kv
 from .block_pool import BlockPool
 from .errors import OutOfBlocks
 from .kv_cache import KVCache, blocks_for
 from .mirror import TableMirror
+from .plan import plan
 from .steps import Step
 
 __version__ = "0.1.0"
@@ -19,8 +20,10 @@ __all__ = [
     "Step",
     "TableMirror",
     "blocks_for",
+    "classic",
     "merge_states",
     "paged_attention",
+    "plan",
     "reference",
     "write_kv",
 ]

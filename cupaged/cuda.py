@@ -7,7 +7,7 @@ executor of the tests); host metadata are plain `numpy.ndarray` and are uploaded
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from .kernels import CUDA_TYPES
 from .launcher import CupyLauncher, Launcher
 from .plan import Plan, PlanOptions
 from .schedule import MIN_SHARE
+
+if TYPE_CHECKING:
+    from .classic import ClassicAttention
 
 _PTR, _I64, _I32, _F32 = np.uint64, np.int64, np.int32, np.float32
 
@@ -57,6 +60,14 @@ DECODE = _struct(
     (_PTR, "alibi_slopes", "sinks", "k_scale", "v_scale", "seq_lens", "query_start_loc", "share_start", "items", "units"),
     (_PTR, "partials", "partial_states", "tickets"),
     (_I32, "num_seqs", "num_tokens", "group", "num_kv_heads", "causal", "window", "chunk", "splits"), (_F32, "scale", "softcap"),
+)  # fmt: skip
+
+CLASSIC_PARTITION = 512  # tokens
+_CLASSIC = _struct(
+    (_PTR, "q", "k_cache", "v_cache", "out", "partials", "max_logits", "exp_sums", "block_tables", "seq_lens", "alibi_slopes"),
+    (_PTR, "k_scale", "v_scale"), (_I64, "q_seq", "q_head", "out_seq", "out_head", "k_block", "k_head", "v_block", "v_head", "table_row"),
+    (_I32, "num_heads", "group", "max_partitions", "num_blocks", "max_blocks"),
+    (_I32, "local_blocks", "vert_stride", "sparse_block", "head_step", "first_head"), (_F32, "scale"), (_I32, "padding"),
 )  # fmt: skip
 
 
@@ -202,6 +213,69 @@ class Backend:
         function = self.launcher.get("merge", "merge.cu", merge_defines(_dtype(outs)))
         self.launcher.launch(function, (-(-rows * heads // 4), 1, 1), (128, 1, 1), params)
 
+    # ------------------------------------------------------------------------------------------- the original kernels
+
+    def classic_attention(self, call: ClassicAttention) -> None:
+        """Launch classic.cu: a block is one query head of one sequence, and with partials one partition of its keys."""
+        pointer, info = self.launcher.pointer, self.launcher.info
+        num_seqs, num_heads, head_dim = call.q.shape
+        num_kv_heads, _, block_size = call.v_cache.shape[1:]
+        tables, lens = self._upload(call.block_tables), self._upload(call.seq_lens)
+        params = np.zeros(1, _CLASSIC)
+        p = params[0]
+        p["q"], p["k_cache"], p["v_cache"], p["out"] = (
+            pointer(call.q),
+            pointer(call.k_cache),
+            pointer(call.v_cache),
+            pointer(call.out),
+        )
+        p["block_tables"], p["seq_lens"] = pointer(tables), pointer(lens)
+        p["alibi_slopes"] = 0 if call.alibi_slopes is None else pointer(call.alibi_slopes)
+        p["k_scale"], p["v_scale"] = pointer(call.k_scale), pointer(call.v_scale)
+        for name, x in (("q", call.q), ("out", call.out)):
+            p[f"{name}_seq"], p[f"{name}_head"] = (s // x.itemsize for s in _strides(x)[:2])
+        strides = [*_strides(call.k_cache)[:2], *_strides(call.v_cache)[:2]]
+        if _power_of_two(int(p["k_cache"]), int(p["v_cache"]), *strides) < 16 or not (
+            call.k_cache[0, 0].flags.c_contiguous and call.v_cache[0, 0].flags.c_contiguous
+        ):
+            raise ValueError(
+                f"key_cache, value_cache: expected the block of one head to be contiguous and aligned to 16 bytes, got strides "
+                f"{call.k_cache.strides} and {call.v_cache.strides}; make the caches contiguous"
+            )
+        p["k_block"], p["k_head"], p["v_block"], p["v_head"] = strides
+        p["table_row"] = p["max_blocks"] = tables.shape[1]
+        p["num_heads"], p["group"], p["num_blocks"], p["scale"] = (
+            num_heads,
+            num_heads // num_kv_heads,
+            len(call.k_cache),
+            call.scale,
+        )
+        if call.sparse is not None:
+            s = call.sparse
+            p["local_blocks"], p["vert_stride"], p["sparse_block"] = s.local_blocks, s.vert_stride, s.block_size
+            p["head_step"], p["first_head"] = s.head_step, s.first_head
+        partition, parts = 0, 1
+        if call.partials is not None:
+            partition = CLASSIC_PARTITION
+            p["exp_sums"], p["max_logits"], p["partials"] = (pointer(x) for x in call.partials)
+            p["max_partitions"] = call.partials[0].shape[2]
+            parts = max(-(-call.max_seq_len // partition), 1)
+        padded = min(-(-call.max_seq_len // block_size) * block_size, partition or 2**31)
+        shared = 4 * (5 * head_dim + 8 + padded)
+        if shared > info.shared_per_block:
+            most = (info.shared_per_block // 4 - 5 * head_dim - 8) // block_size * block_size
+            raise ValueError(
+                f"max_seq_len: a single pass takes at most {most} tokens on {info.name}, got {call.max_seq_len}; use paged_attention_v2"
+            )
+        defines = classic_defines(_dtype(call.q), call.kv_dtype, head_dim, block_size, partition)
+        # one function for every length: compiled once, allowed all the shared memory there is
+        most_shared = info.shared_per_block if partition == 0 else shared
+        function = self.launcher.get("classic_attention", "classic.cu", defines, most_shared)
+        self.launcher.launch(function, (num_heads, num_seqs, parts), (128, 1, 1), params, shared)
+        if partition:
+            reduce = self.launcher.get("classic_reduce", "classic.cu", defines)
+            self.launcher.launch(reduce, (num_heads, num_seqs, 1), (128, 1, 1), params)
+
     # --------------------------------------------------------------------------------------------------- attention
 
     def prepare(self, plan: Plan) -> None:
@@ -321,8 +395,8 @@ class Backend:
         if type(x) is not np.ndarray:
             return x
         there = self.launcher.empty(x.shape, x.dtype)
-        self._ring.stage(x.nbytes)[: x.nbytes].view(x.dtype)[:] = x
-        self._ring.send(there.view(np.uint8), x.nbytes)
+        self._ring.stage(x.nbytes)[: x.nbytes].view(x.dtype)[:] = x.reshape(-1)
+        self._ring.send(there.reshape(-1).view(np.uint8), x.nbytes)
         return there
 
 
@@ -370,6 +444,14 @@ def write_defines(
 def copy_defines(vec: int) -> dict[str, int | str]:
     """The constants of copy_blocks.cu; `vec` is bytes a thread moves at once."""
     return {"kVec": vec, "kParamsBytes": _COPY.itemsize}
+
+
+def classic_defines(dtype: str, kv_dtype: str, head_dim: int, block_size: int, partition: int) -> dict[str, int | str]:
+    """The constants of classic.cu; `partition` 0 is the single pass."""
+    return {
+        "kQueryType": CUDA_TYPES[dtype], "kCacheType": CUDA_TYPES[kv_dtype], "kHeadDim": head_dim, "kBlockSize": block_size,
+        "kPartition": partition, "kParamsBytes": _CLASSIC.itemsize,
+    }  # fmt: skip
 
 
 def merge_defines(dtype: str) -> dict[str, int | str]:

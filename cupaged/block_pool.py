@@ -184,12 +184,10 @@ def integers(values: npt.ArrayLike, name: str) -> Ints:
     array = np.asarray(values)
     if array.dtype == np.int64 and array.ndim == 1:
         return array
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got dtype {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
-    if array.size == 0:
-        return np.zeros(0, np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integers, got dtype {array.dtype}")
     return array.astype(np.int64)
 
 

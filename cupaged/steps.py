@@ -67,7 +67,7 @@ class Step:
         self.slot_mapping = packed[slots:lens].view(np.int64)
         self.seq_lens = packed[lens : lens + n]
         self.query_start_loc = packed[lens + n :]
-        self.rows = rows
+        self.rows = rows.copy()
         self.device = {}
 
     def keep_changes(self, requests: Rows, before: Ints, copied: Ints) -> None:

@@ -53,7 +53,7 @@ constexpr int kUnits = kHeadDim / kX;                                          /
 constexpr int kGroup = kBlockSize >= 32 ? 1 : 32 / kBlockSize;                 // lanes that share a token
 constexpr int kVecTokens = kX < kBlockSize ? kX : kBlockSize;                  // tokens of V in one load
 constexpr int kVecs = kBlockSize / kVecTokens;                                 // loads of one row of V
-constexpr int kLanes = kVecs < 4 ? kVecs : 4;                                  // lanes that share a row of V
+constexpr int kLanes = kVecs < 2 ? kVecs : 2;                                  // lanes that share a row of V: a sector of 32 bytes
 constexpr int kRows = kHeadDim * kLanes / 32 + (kHeadDim * kLanes % 32 != 0);  // rows of V per lane
 
 // Whether a block-sparse head looks at the keys of block `column`: those of the last local_blocks sparse blocks, and every
@@ -144,8 +144,7 @@ __device__ __forceinline__ void sum_values(const Params& p, int head, int sequen
       for (int t = 0; t < kVecTokens; ++t) weight[t] = probabilities[token - first * kBlockSize + t];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const int row = r * (32 / kLanes) + lane / kLanes;
-        if (kHeadDim % (32 / kLanes) && row >= kHeadDim) continue;
+        const int row = min(r * (32 / kLanes) + lane / kLanes, kHeadDim - 1);  // lanes past the end repeat the last row
         float value[kVecTokens];
         to_floats(load_vec<kVecTokens>(reinterpret_cast<const kCacheType*>(v + (row * kBlockSize + vec * kVecTokens) * kSize)),
                   value);
@@ -154,6 +153,7 @@ __device__ __forceinline__ void sum_values(const Params& p, int head, int sequen
           // a slot past the length may hold NaN, which a weight of 0 does not hide
           acc[r] = fmaf(weight[t], token + t < seq_len ? value[t] : 0.0f, acc[r]);
         }
+        if (r % 8 == 7) __syncwarp();  // at most 8 loads in flight, so that their registers are there
       }
     }
   }
@@ -164,7 +164,7 @@ __device__ __forceinline__ void sum_values(const Params& p, int head, int sequen
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) classic_attention(const Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) classic_attention(const Params p) {
   const int head = blockIdx.x, sequence = blockIdx.y, partition = blockIdx.z, lane = threadIdx.x % 32;
   int seq_len = p.seq_lens[sequence];
 #if kDebug

@@ -12,6 +12,7 @@ extern "C" void __tsan_read_range(void*, unsigned long);
 extern "C" void __tsan_write_range(void*, unsigned long);
 extern "C" void __tsan_java_init(unsigned long, unsigned long);
 extern "C" void __tsan_java_alloc(unsigned long, unsigned long);
+extern "C" void __tsan_java_free(unsigned long, unsigned long);
 #endif
 
 namespace simt {
@@ -23,6 +24,12 @@ constexpr unsigned char kPoison = 0xff, kCanary = 0xa5;
 
 unsigned canary_bytes() { return std::min(4096u, kMaxShared - run.launch->shared_bytes); }
 
+#if defined(SIMT_TSAN)
+constexpr unsigned kMaxSyncs = 1 << 16;
+alignas(8) char syncs[kMaxSyncs * 8];  // never read: places for ThreadSanitizer to keep clocks at
+unsigned syncs_used;
+#endif
+
 bool in_shared(const void* address, unsigned bytes) {
   auto p = static_cast<const unsigned char*>(address);
   return p >= smem && p + bytes <= smem + run.launch->shared_bytes;
@@ -32,8 +39,9 @@ bool in_shared(const void* address, unsigned bytes) {
 
 void begin_launch() {
 #if defined(SIMT_TSAN)
+  // The functions meant for Java's collector forget what was recorded of a range. Any memory may be called Java's heap.
   static bool known;
-  if (!known) __tsan_java_init(reinterpret_cast<unsigned long>(smem), kMaxShared);
+  if (!known) __tsan_java_init(8, (1ul << 47) - 8);
   known = true;
 #elif defined(SIMT_CHECKED)
   find_images();
@@ -46,14 +54,17 @@ void begin_block() {
 #if defined(SIMT_ASAN)
   __asan_unpoison_memory_region(smem, kMaxShared);
 #elif defined(SIMT_TSAN)
-  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // forgets the accesses of the last block
+  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // by the last block
 #endif
   memset(smem, kPoison, bytes);
   memset(smem + bytes, kCanary, canary_bytes());
 #if defined(SIMT_ASAN)
   __asan_poison_memory_region(smem + bytes, kMaxShared - bytes);
 #elif defined(SIMT_TSAN)
-  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // and this filling
+  __tsan_java_alloc(reinterpret_cast<unsigned long>(smem), kMaxShared);  // by this filling
+  // What is known of an address goes when its memory is freed: no block learns from another by an old meeting.
+  if (syncs_used) __tsan_java_free(reinterpret_cast<unsigned long>(syncs), std::min(syncs_used, kMaxSyncs) * 8);
+  syncs_used = 0;
 #elif defined(SIMT_CHECKED)
   forget_shared();
 #endif
@@ -235,20 +246,14 @@ void simt_atomic_end(const void* address, int acquires, int releases) {
 
 namespace simt {
 
-void happens_before(const void* sync) {
 #if defined(SIMT_TSAN)
-  __tsan_release(const_cast<void*>(sync));
+const void* next_sync() { return syncs + syncs_used++ % kMaxSyncs * 8; }
+void happens_before(const void* sync) { __tsan_release(const_cast<void*>(sync)); }
+void happens_after(const void* sync) { __tsan_acquire(const_cast<void*>(sync)); }
 #else
-  (void)sync;
+const void* next_sync() { return nullptr; }
+void happens_before(const void*) {}
+void happens_after(const void*) {}
 #endif
-}
-
-void happens_after(const void* sync) {
-#if defined(SIMT_TSAN)
-  __tsan_acquire(const_cast<void*>(sync));
-#else
-  (void)sync;
-#endif
-}
 
 }  // namespace simt

@@ -47,7 +47,7 @@ struct Barrier {
   unsigned arrived, generation;
   int reduction, value, result[2];
   Site site;
-  char sync[2];  // addresses for ThreadSanitizer's happens-before
+  const void* sync;
 } barrier;
 
 unsigned num_exited;
@@ -176,25 +176,21 @@ void reset_fiber(Fiber* fiber, unsigned linear) {
   fiber->sp = sp;
 }
 
-// A stack, with ThreadSanitizer's record of what ran on it. ThreadSanitizer gets twice as many as a block needs and another one for
-// the same thread number in the next block: blocks are not ordered, and a record that both used would order them.
+// A stack, with ThreadSanitizer's record of what ran on it. Blocks are not ordered, but a record that two blocks used would order
+// them; so a block takes the next records of a ring, and those of a launch repeat only past so many threads.
 struct Context {
   void* stack;
   void* tsan;
 };
-#if defined(SIMT_TSAN)
-constexpr unsigned kContexts = 2 * kMaxThreads;
-#else
-constexpr unsigned kContexts = kMaxThreads;
-#endif
-Context contexts[kContexts];
+Context contexts[kMaxThreads];
 
 void assign_contexts() {
-  static unsigned turn;
-  turn += kContexts > kMaxThreads ? num_threads + 7 : 0;
-  unsigned used = kContexts > kMaxThreads ? 2 * num_threads : kContexts;
+  static unsigned next;
+#if !defined(SIMT_TSAN)
+  next = 0;
+#endif
   for (unsigned i = 0; i < num_threads; ++i) {
-    Context& context = contexts[(i + turn) % used];
+    Context& context = contexts[next++ % kMaxThreads];
     if (!context.stack) {
       // One page below each stack stays inaccessible, so that an overflow faults instead of reaching a neighbour.
       char* memory = static_cast<char*>(mmap(nullptr, kStackBytes + 4096, PROT_READ | PROT_WRITE,
@@ -337,15 +333,13 @@ void simt_warp(int kind, unsigned mask, unsigned detail, void* argument, const c
                 mask, me->lane, op.mask, op.arrived, op.site.file, op.site.line);
   }
   if (slot == warp.pending) {
-    warp.ops[slot] = {kind, mask, 0, detail, {file, line}, __builtin_return_address(0), {}, 0};
+    warp.ops[slot] = {kind, mask, 0, detail, {file, line}, __builtin_return_address(0), next_sync(), {}};
     ++warp.pending;
-    ++warp.serial;
-    warp.ops[slot].serial = warp.serial;
   }
   WarpOp& op = warp.ops[slot];
   op.arrived |= 1u << me->lane;
   op.arguments[me->lane] = argument;
-  const char* sync = &warp.sync[op.serial % sizeof warp.sync];
+  const void* sync = op.sync;
   if (kind == kSyncWarp) happens_before(sync);
   if (op.arrived == mask) {
     complete(warp, slot);
@@ -368,6 +362,7 @@ int simt_barrier(int predicate, int reduction, const char* file, int line) {
     barrier.site = {file, line};
     barrier.reduction = reduction;
     barrier.value = reduction == 2;
+    barrier.sync = next_sync();
   } else if (barrier.site.line != line || barrier.reduction != reduction || strcmp(barrier.site.file, file)) {
     simt_fail(file, line, "threads wait at different barriers: thread %u here, %u others at %s:%d", me->linear, barrier.arrived,
               barrier.site.file, barrier.site.line);
@@ -376,19 +371,20 @@ int simt_barrier(int predicate, int reduction, const char* file, int line) {
   if (reduction == 2) barrier.value &= predicate != 0;
   if (reduction == 3) barrier.value += predicate != 0;
   unsigned generation = barrier.generation;
-  happens_before(&barrier.sync[generation & 1]);
+  const void* sync = barrier.sync;
+  happens_before(sync);
   if (++barrier.arrived == num_threads) {
     barrier.result[generation & 1] = barrier.value;
     barrier.arrived = 0;
     ++barrier.generation;
     for (unsigned w = 0; w < num_warps; ++w) warps[w].runnable = warps[w].lanes;
-    for (unsigned i = 0; i < num_threads; ++i) fibers[i].state = kReady;
+    for (unsigned i = 0; i < num_threads; ++i) fibers[i].state = kReady, fibers[i].fenced = false, fibers[i].observed = nullptr;
     warps[me->warp].runnable &= ~(1u << me->lane);
   } else {
     me->state = kAtBarrier;
     wait_for_others();
   }
-  happens_after(&barrier.sync[generation & 1]);
+  happens_after(sync);
   return barrier.result[generation & 1];
 }
 

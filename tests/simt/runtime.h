@@ -64,8 +64,8 @@ struct Fiber : SimtThread {
   std::vector<Copy> copies;  // pending, oldest first
   unsigned committed;        // groups so far
   unsigned epoch;            // barriers and warp operations so far
-  bool fenced;               // a fence since the last atomic
-  const void* observed;      // an atomic whose value was read and not yet fenced
+  bool fenced;               // a fence since the last barrier
+  const void* observed;      // an atomic that was read since the last barrier
   void* fake_stack;          // AddressSanitizer
   void* tsan;                // ThreadSanitizer
 };
@@ -75,14 +75,13 @@ struct WarpOp {  // lanes that wait for one another
   unsigned mask, arrived, detail;
   Site site;
   const void* caller;  // return address, tells one inlined copy of a source line from another
+  const void* sync;
   void* arguments[32];
-  unsigned serial;
 };
 
 struct Warp {
-  unsigned lanes, runnable, exited, pending, serial;
+  unsigned lanes, runnable, exited, pending;
   WarpOp ops[32];
-  char sync[64];
 };
 
 struct Run {
@@ -111,6 +110,7 @@ void begin_block();
 void end_block();
 void maybe_land_copies(Fiber* fiber);
 void land_copies(Fiber* fiber, unsigned groups_left);
+const void* next_sync();  // an address for ThreadSanitizer, new for every meeting of threads
 void happens_before(const void* sync);
 void happens_after(const void* sync);
 void check_shared(const void* address, unsigned bytes, int write, Site site);

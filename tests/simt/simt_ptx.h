@@ -1,6 +1,9 @@
 // The executor's side of cuda_src/ptx.cuh: the same names and arguments, with the PTX manual's meaning.
 #pragma once
 
+using SharedAddress = unsigned char*;
+SIMT_INLINE SharedAddress shared_address(const void* p) { return static_cast<unsigned char*>(const_cast<void*>(p)); }
+
 SIMT_INLINE void cp_async_16(void* to, const void* from, bool valid = true, SIMT_SITE) {
   simt_async_copy(to, from, 16, valid ? 16 : 0, file, line);
 }
@@ -102,4 +105,8 @@ SIMT_INLINE unsigned atomic_add_acq_rel(unsigned* p, unsigned v, SIMT_SITE) {
 SIMT_INLINE unsigned e4m3x2_to_half2(unsigned short pair) {
   __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);
   return unsigned(h.x) | unsigned(h.y) << 16;
+}
+SIMT_INLINE void e4m3x4_to_half2(unsigned codes, unsigned& low, unsigned& high) {
+  low = e4m3x2_to_half2((unsigned short)codes);
+  high = e4m3x2_to_half2((unsigned short)(codes >> 16));
 }

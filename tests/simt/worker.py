@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import IO
@@ -22,6 +23,7 @@ _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=66:detect_stack_use_after_return=0",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0",
 }
+_SECONDS = 240.0  # a launch that takes longer hangs
 _NO_RANDOM_ADDRESSES = 0x0040000  # ADDR_NO_RANDOMIZE of personality(2); ThreadSanitizer's shadow needs known address ranges
 
 
@@ -97,7 +99,10 @@ class Worker:
 
     def _receive(self, length: int) -> bytes:
         assert self._process is not None and self._process.stdout is not None
+        timer = threading.Timer(_SECONDS, self._process.kill)
+        timer.start()
         data = self._process.stdout.read(length)
+        timer.cancel()
         if len(data) < length:
             self._died()
         return data

@@ -11,64 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import Array, Attention, WriteKV, numpy_dtype
+from .arrays import Array, Attention, WriteKV
+from .cuda_structs import (
+    CLASSIC,
+    CLASSIC_PARTITION,
+    COPY,
+    COPY_PER_THREAD,
+    DECODE,
+    MAX_PAIRS,
+    MERGE,
+    OUTER_AXES,
+    WRITE,
+    byte_strides,
+    classic_defines,
+    copy_defines,
+    decode_defines,
+    division_by,
+    dtype_of,
+    elements_per_access,
+    merge_defines,
+    merged_axes,
+    power_of_two,
+    write_defines,
+)  # fmt: skip
 from .decode_work import DecodeConfig, DeviceWork, PinnedRing, decode_config, rows_for
-from .kernels import CUDA_TYPES
 from .launcher import CupyLauncher, Launcher
 from .plan import Plan, PlanOptions
 from .schedule import MIN_SHARE
 
 if TYPE_CHECKING:
     from .classic import ClassicAttention
-
-_PTR, _I64, _I32, _F32 = np.uint64, np.int64, np.int32, np.float32
-
-
-def _struct(*fields: tuple[Any, ...]) -> np.dtype[Any]:
-    """The C struct of a kernel's parameters: each entry is a type and the names that have it."""
-    return np.dtype([(name, kind) for kind, *names in fields for name in names], align=True)
-
-
-_SIDE = _struct((_PTR, "rows", "pages", "scale"), (_I64, "row_token", "row_head", "block", "head", "slot", "chunk"))
-_WRITE = np.dtype(
-    [("k", _SIDE), ("v", _SIDE), ("slot_mapping", _PTR), ("num_slots", _I64), ("pool_slots", _I64),
-     ("num_heads", _I32), ("block_size", _I32)],
-    align=True,
-)  # fmt: skip
-
-MAX_PAIRS, _OUTER_AXES, _COPY_PER_THREAD = 448, 3, 4  # as in copy_blocks.cu
-_COPY = np.dtype(
-    [
-        ("src", _PTR), ("dst", _PTR), ("src_block", _I64), ("dst_block", _I64), ("src_stride", _I64, _OUTER_AXES),
-        ("dst_stride", _I64, _OUTER_AXES), ("size", np.uint32, _OUTER_AXES), ("run", np.uint32), ("pieces", np.uint32),
-        ("padding", _I32), ("pairs", _I32, (MAX_PAIRS, 2)),
-    ],
-    align=True,
-)  # fmt: skip
-
-_MERGE = _struct(
-    (_PTR, "outs", "lses", "sinks", "out", "lse"),
-    (_I64, "out_part", "out_row", "out_head", "out_dim", "lse_part", "lse_row", "lse_head", "num_states"),
-    (_I32, "parts", "heads", "head_dim", "padding"),
-)
-
-DECODE = _struct(
-    (_PTR, "k", "v"), (_I64, "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"),
-    (_PTR, "block_tables"), (_I64, "table_row"), (_I32, "max_blocks", "num_blocks", "block_size"), (np.uint32, "magic"),
-    (_I32, "shift", "padding"),
-    (_PTR, "q", "out", "lse"), (_I64, "q_token", "q_head", "out_token", "out_head", "lse_token"),
-    (_PTR, "alibi_slopes", "sinks", "k_scale", "v_scale", "seq_lens", "query_start_loc", "share_start", "items", "units"),
-    (_PTR, "partials", "partial_states", "tickets"),
-    (_I32, "num_seqs", "num_tokens", "group", "num_kv_heads", "causal", "window", "chunk", "splits"), (_F32, "scale", "softcap"),
-)  # fmt: skip
-
-CLASSIC_PARTITION = 512  # tokens
-_CLASSIC = _struct(
-    (_PTR, "q", "k_cache", "v_cache", "out", "partials", "max_logits", "exp_sums", "block_tables", "seq_lens", "alibi_slopes"),
-    (_PTR, "k_scale", "v_scale"), (_I64, "q_seq", "q_head", "out_seq", "out_head", "k_block", "k_head", "v_block", "v_head", "table_row"),
-    (_I32, "num_heads", "group", "max_partitions", "num_blocks", "max_blocks"),
-    (_I32, "local_blocks", "vert_stride", "sparse_block", "head_step", "first_head"), (_F32, "scale"), (_I32, "padding"),
-)  # fmt: skip
 
 
 class Backend:
@@ -88,26 +60,26 @@ class Backend:
         num_heads, head_dim = call.k.shape[1:]
         block_size = call.v_pages.shape[3 if classic else 2]
         pointer = self.launcher.pointer
-        params = np.zeros(1, _WRITE)
+        params = np.zeros(1, WRITE)
         for side, rows, pages, scale in (
             ("k", call.k, call.k_pages, call.k_scale),
             ("v", call.v, call.v_pages, call.v_scale),
         ):
-            strides = [s // pages.itemsize for s in _strides(pages)]
+            strides = [s // pages.itemsize for s in byte_strides(pages)]
             if not classic:
                 block, head, slot, chunk = *strides[:3], 0
             elif side == "k":  # [num_blocks, num_kv_heads, head_dim // x, block_size, x]
                 block, head, chunk, slot = strides[:4]
             else:  # [num_blocks, num_kv_heads, head_dim, block_size]
                 block, head, chunk, slot = strides
-            token, row_head = (s // rows.itemsize for s in _strides(rows)[:2])
+            token, row_head = (s // rows.itemsize for s in byte_strides(rows)[:2])
             params[side] = (pointer(rows), pointer(pages), pointer(scale), token, row_head, block, head, slot, chunk)
         item, cache_item = call.k.itemsize, call.k_pages.itemsize
-        vec = _pieces(head_dim, item, (call.k, call.v), pointer)
+        vec = elements_per_access(head_dim, item, (call.k, call.v), pointer)
         if classic:
-            vec = min(vec, _pieces(call.k_pages.shape[4], cache_item, (call.k_pages,), pointer))
+            vec = min(vec, elements_per_access(call.k_pages.shape[4], cache_item, (call.k_pages,), pointer))
         else:
-            vec = min(vec, _pieces(head_dim, cache_item, (call.k_pages, call.v_pages), pointer))
+            vec = min(vec, elements_per_access(head_dim, cache_item, (call.k_pages, call.v_pages), pointer))
         params["slot_mapping"], params["num_slots"] = pointer(slots), len(slots)
         params["pool_slots"], params["num_heads"], params["block_size"] = (
             call.k_pages.shape[0] * block_size,
@@ -115,7 +87,9 @@ class Backend:
             block_size,
         )
         function = self.launcher.get(
-            "write_kv", "write_kv.cu", write_defines(_dtype(call.k), call.kv_dtype, head_dim, vec, classic, slots.dtype)
+            "write_kv",
+            "write_kv.cu",
+            write_defines(dtype_of(call.k), call.kv_dtype, head_dim, vec, classic, slots.dtype),
         )
         pieces = num_heads * (head_dim // vec)
         across = min(1 << (pieces - 1).bit_length(), 256)
@@ -150,31 +124,31 @@ class Backend:
                 self.launcher.copy_async(dst[b : b + n], src[a : a + n])
 
     def _copy(self, src: Array, dst: Array, pairs: Array) -> None:
-        axes = _merged_axes(src, dst)
+        axes = merged_axes(src, dst)
         if 0 in src.shape[1:]:
             return
         run = axes.pop()[0] if axes and axes[-1][1:] == (src.itemsize, src.itemsize) else 1
         run_bytes = run * src.itemsize
-        if len(axes) > _OUTER_AXES:
+        if len(axes) > OUTER_AXES:
             raise ValueError(
-                f"pool: expected blocks of at most {_OUTER_AXES} strided axes, got strides {src.strides}; make it contiguous"
+                f"pool: expected blocks of at most {OUTER_AXES} strided axes, got strides {src.strides}; make it contiguous"
             )
         pointer = self.launcher.pointer
         steps = [
             pointer(src),
             pointer(dst),
-            _strides(src)[0],
-            _strides(dst)[0],
+            byte_strides(src)[0],
+            byte_strides(dst)[0],
             run_bytes,
             *(s for axis in axes for s in axis[1:]),
         ]
-        vec = _power_of_two(*steps)
-        params = np.zeros(1, _COPY)
+        vec = power_of_two(*steps)
+        params = np.zeros(1, COPY)
         params["src"], params["dst"], params["src_block"], params["dst_block"] = steps[:4]
         size, src_stride, dst_stride = (
-            np.ones(_OUTER_AXES, np.uint32),
-            np.zeros(_OUTER_AXES, _I64),
-            np.zeros(_OUTER_AXES, _I64),
+            np.ones(OUTER_AXES, np.uint32),
+            np.zeros(OUTER_AXES, np.int64),
+            np.zeros(OUTER_AXES, np.int64),
         )
         for i, (n, a, b) in enumerate(reversed(axes)):
             size[i], src_stride[i], dst_stride[i] = n, a, b
@@ -185,7 +159,7 @@ class Backend:
         for start in range(0, len(pairs), MAX_PAIRS):
             some = pairs[start : start + MAX_PAIRS]
             params["pairs"][0, : len(some)] = some
-            self.launcher.launch(function, (-(-pieces // (256 * _COPY_PER_THREAD)), len(some), 1), (256, 1, 1), params)
+            self.launcher.launch(function, (-(-pieces // (256 * COPY_PER_THREAD)), len(some), 1), (256, 1, 1), params)
 
     # ------------------------------------------------------------------------------------------------------- merge
 
@@ -193,7 +167,7 @@ class Backend:
         """Launch merge.cu: a warp is one (row, head)."""
         pointer = self.launcher.pointer
         parts, rows, heads, head_dim = outs.shape
-        params = np.zeros(1, _MERGE)
+        params = np.zeros(1, MERGE)
         params["outs"], params["lses"], params["out"], params["lse"] = (
             pointer(outs),
             pointer(lses),
@@ -202,7 +176,7 @@ class Backend:
         )
         params["sinks"] = 0 if sinks is None else pointer(sinks)
         for prefix, x in (("out", outs), ("lse", lses)):
-            for axis, stride in zip(("part", "row", "head", "dim"), _strides(x), strict=False):
+            for axis, stride in zip(("part", "row", "head", "dim"), byte_strides(x), strict=False):
                 params[f"{prefix}_{axis}"] = stride // x.itemsize
         params["num_states"], params["parts"], params["heads"], params["head_dim"] = (
             rows * heads,
@@ -210,7 +184,7 @@ class Backend:
             heads,
             head_dim,
         )
-        function = self.launcher.get("merge", "merge.cu", merge_defines(_dtype(outs)))
+        function = self.launcher.get("merge", "merge.cu", merge_defines(dtype_of(outs)))
         self.launcher.launch(function, (-(-rows * heads // 4), 1, 1), (128, 1, 1), params)
 
     # ------------------------------------------------------------------------------------------- the original kernels
@@ -221,7 +195,7 @@ class Backend:
         num_seqs, num_heads, head_dim = call.q.shape
         num_kv_heads, _, block_size = call.v_cache.shape[1:]
         tables, lens = self._upload(call.block_tables), self._upload(call.seq_lens)
-        params = np.zeros(1, _CLASSIC)
+        params = np.zeros(1, CLASSIC)
         p = params[0]
         p["q"], p["k_cache"], p["v_cache"], p["out"] = (
             pointer(call.q),
@@ -233,9 +207,9 @@ class Backend:
         p["alibi_slopes"] = 0 if call.alibi_slopes is None else pointer(call.alibi_slopes)
         p["k_scale"], p["v_scale"] = pointer(call.k_scale), pointer(call.v_scale)
         for name, x in (("q", call.q), ("out", call.out)):
-            p[f"{name}_seq"], p[f"{name}_head"] = (s // x.itemsize for s in _strides(x)[:2])
-        strides = [*_strides(call.k_cache)[:2], *_strides(call.v_cache)[:2]]
-        if _power_of_two(int(p["k_cache"]), int(p["v_cache"]), *strides) < 16 or not (
+            p[f"{name}_seq"], p[f"{name}_head"] = (s // x.itemsize for s in byte_strides(x)[:2])
+        strides = [*byte_strides(call.k_cache)[:2], *byte_strides(call.v_cache)[:2]]
+        if power_of_two(int(p["k_cache"]), int(p["v_cache"]), *strides) < 16 or not (
             call.k_cache[0, 0].flags.c_contiguous and call.v_cache[0, 0].flags.c_contiguous
         ):
             raise ValueError(
@@ -267,7 +241,7 @@ class Backend:
             raise ValueError(
                 f"max_seq_len: a single pass takes at most {most} tokens on {info.name}, got {call.max_seq_len}; use paged_attention_v2"
             )
-        defines = classic_defines(_dtype(call.q), call.kv_dtype, head_dim, block_size, partition)
+        defines = classic_defines(dtype_of(call.q), call.kv_dtype, head_dim, block_size, partition)
         # one function for every length: compiled once, allowed all the shared memory there is
         most_shared = info.shared_per_block if partition == 0 else shared
         function = self.launcher.get("classic_attention", "classic.cu", defines, most_shared)
@@ -294,7 +268,7 @@ class Backend:
             num_heads,
             num_kv_heads,
             head_dim,
-            _dtype(call.q),
+            dtype_of(call.q),
             call.kv_dtype,
             call.window,
             call.chunk,
@@ -355,22 +329,22 @@ class Backend:
         pointer = self.launcher.pointer
         num_heads, head_dim = call.q.shape[1:]
         p["k"], p["v"] = pointer(call.k_pages), pointer(call.v_pages)
-        strides = _strides(call.k_pages)[:3] + _strides(call.v_pages)[:3]
+        strides = byte_strides(call.k_pages)[:3] + byte_strides(call.v_pages)[:3]
         p["k_block"], p["k_head"], p["k_slot"], p["v_block"], p["v_head"], p["v_slot"] = strides
         p["num_blocks"], p["num_kv_heads"], p["block_size"] = call.k_pages.shape[:3]
-        p["magic"], p["shift"] = _division(call.k_pages.shape[2])
+        p["magic"], p["shift"] = division_by(call.k_pages.shape[2])
         p["num_tokens"], p["group"] = len(call.q), num_heads // call.k_pages.shape[1]
         for name, x in (("q", call.q), ("out", call.out)):
             p[name] = pointer(x)
-            p[f"{name}_token"], p[f"{name}_head"] = (s // x.itemsize for s in _strides(x)[:2])
+            p[f"{name}_token"], p[f"{name}_head"] = (s // x.itemsize for s in byte_strides(x)[:2])
         if call.lse is not None:
-            p["lse"], p["lse_token"] = pointer(call.lse), _strides(call.lse)[0] // 4
+            p["lse"], p["lse_token"] = pointer(call.lse), byte_strides(call.lse)[0] // 4
         for name in ("alibi_slopes", "sinks", "k_scale", "v_scale"):
             x = getattr(call, name)
             p[name] = 0 if x is None else pointer(x)
         p["causal"], p["window"], p["chunk"] = call.causal, call.window or 0, call.chunk or 0
         p["scale"], p["softcap"] = call.scale, call.softcap or 0.0
-        return _power_of_two(int(p["k"]), int(p["v"]), head_dim * call.k_pages.itemsize, *strides)
+        return power_of_two(int(p["k"]), int(p["v"]), head_dim * call.k_pages.itemsize, *strides)
 
     def _decode(
         self, config: DecodeConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
@@ -419,95 +393,6 @@ class Workspace:
             self._tickets[...] = 0
         base = self._launcher.pointer(self._floats)
         return base + 8 * num_states, base, self._launcher.pointer(self._tickets)
-
-
-def decode_defines(config: DecodeConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:
-    """The constants of decode.cu; `vec` is the width of an access to pages in bytes."""
-    return {
-        **dict(config.defines), "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap), "kAlibi": int(alibi),
-        "kParamsBytes": DECODE.itemsize,
-    }  # fmt: skip
-
-
-def write_defines(
-    dtype: str, kv_dtype: str, head_dim: int, vec: int, classic: bool, slot_dtype: Any
-) -> dict[str, int | str]:
-    """The constants of write_kv.cu; `vec` is elements a thread moves at once."""
-    x = 16 // numpy_dtype(kv_dtype).itemsize
-    return {
-        "kInputType": CUDA_TYPES[dtype], "kCacheType": CUDA_TYPES[kv_dtype], "kHeadDim": head_dim, "kVec": vec,
-        "kKChunk": x if classic else head_dim, "kVChunk": 1 if classic else head_dim,
-        "kSlotType": "int" if slot_dtype == np.int32 else "long long", "kParamsBytes": _WRITE.itemsize,
-    }  # fmt: skip
-
-
-def copy_defines(vec: int) -> dict[str, int | str]:
-    """The constants of copy_blocks.cu; `vec` is bytes a thread moves at once."""
-    return {"kVec": vec, "kParamsBytes": _COPY.itemsize}
-
-
-def classic_defines(dtype: str, kv_dtype: str, head_dim: int, block_size: int, partition: int) -> dict[str, int | str]:
-    """The constants of classic.cu; `partition` 0 is the single pass."""
-    return {
-        "kQueryType": CUDA_TYPES[dtype], "kCacheType": CUDA_TYPES[kv_dtype], "kHeadDim": head_dim, "kBlockSize": block_size,
-        "kPartition": partition, "kParamsBytes": _CLASSIC.itemsize,
-    }  # fmt: skip
-
-
-def merge_defines(dtype: str) -> dict[str, int | str]:
-    """The constants of merge.cu."""
-    return {"kQueryType": CUDA_TYPES[dtype], "kParamsBytes": _MERGE.itemsize}
-
-
-# ----------------------------------------------------------------------------------------------------------- addresses
-
-
-def _dtype(x: Array) -> str:
-    return str(x.dtype.name)
-
-
-def _strides(x: Array) -> list[int]:
-    """Strides in bytes; those of axes of length 1 mean nothing and are 0."""
-    return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
-
-
-def _power_of_two(*numbers: int) -> int:
-    """The largest power of two up to 16 that divides all the numbers."""
-    together = 16
-    for n in numbers:
-        together |= n
-    return together & -together
-
-
-def _pieces(row: int, item: int, arrays: tuple[Array, ...], pointer: Any) -> int:
-    """How many elements of rows of `row` elements one access can take, for every address in the arrays."""
-    steps = [row * item]
-    for x in arrays:
-        steps += [pointer(x), *_strides(x)[:-1]]
-    return max(_power_of_two(*steps) // item, 1)
-
-
-@cache
-def _division(divisor: int) -> tuple[int, int]:
-    """`(magic, shift)` with n // divisor == n * magic >> shift for every n below 2^31.
-
-    Source: Granlund and Montgomery, "Division by Invariant Integers using Multiplication" (1994).
-    """
-    shift = 31 + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
-
-
-def _merged_axes(src: Array, dst: Array) -> list[tuple[int, int, int]]:
-    """The axes inside a block as (length, stride in src, stride in dst), with axes merged where both arrays allow it."""
-    axes: list[tuple[int, int, int]] = []
-    for n, a, b in zip(src.shape[1:], src.strides[1:], dst.strides[1:], strict=True):
-        if n == 1:
-            continue
-        if axes and axes[-1][1:] == (n * a, n * b):
-            axes[-1] = (axes[-1][0] * n, a, b)
-        else:
-            axes.append((n, a, b))
-    return axes
 
 
 # ------------------------------------------------------------------------------------------------------------- devices

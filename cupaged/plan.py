@@ -63,8 +63,9 @@ class Plan:
     @property
     def write_slots(self) -> Array | None:
         """`slot_mapping` for `write_kv`: on the device once the plan is prepared there (`[max_tokens]`, -1 padded, with bounds)."""
-        for work in self.device.values():
-            return work.slot_mapping
+        if self.slot_mapping is not None or self.bounds is not None:
+            for work in self.device.values():
+                return work.slot_mapping
         return self.slot_mapping
 
     def check_call(self, num_tokens: int, options: PlanOptions) -> None:

@@ -15,6 +15,7 @@ settings.load_profile("default")
 DEVICES = [
     "reference",
     "cpu",
+    "simt",
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 

@@ -95,6 +95,19 @@ def cpu() -> Device:
     return Device("cpu", backend)
 
 
+def simt() -> Device:
+    """The CUDA backend on the CPU executor; few shapes, since each is compiled once."""
+    from simt import build
+
+    if reason := build.unavailable():
+        pytest.skip(reason)
+    import simt_device
+
+    return Device(
+        "simt", simt_device.backend(), examples=40, head_dims=(8, 64, 80), block_sizes=(1, 3, 16), groups=(1, 3, 5, 17)
+    )
+
+
 def cuda() -> Device:
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'cupaged[cuda12x]' or [cuda13x]")
     if not cupy.cuda.is_available():

@@ -1,0 +1,45 @@
+"""The CUDA backend on the CPU executor: what the package's host code and kernels do where no GPU is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from simt.launcher import SimtLauncher
+
+from cupaged import attention, cuda, kv_cache
+
+
+class DeviceArray(np.ndarray):
+    """Marks memory that stands for a device's: the backend uploads plain NumPy arrays of metadata, and no others."""
+
+
+class Launcher(SimtLauncher):
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return super().empty(shape, dtype).view(DeviceArray)
+
+    def put(self, x: np.ndarray) -> np.ndarray:
+        """A copy of `x` on the device."""
+        there = self.empty(x.shape, x.dtype)
+        there[...] = x
+        return there
+
+
+@cache
+def backend(arch: int = 90, **options: Any) -> cuda.Backend:
+    """One backend for the whole test run, so that each specialisation is loaded once."""
+    return cuda.Backend(Launcher(arch, **options))
+
+
+@contextmanager
+def in_place_of_a_gpu(backend: cuda.Backend) -> Iterator[cuda.Backend]:
+    """Send every call inside to `backend`, those on NumPy arrays and those that ask for the current device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "backend_of", lambda x, classic=False: backend)
+        patch.setattr(kv_cache, "backend_of", lambda x, classic=False: backend)
+        patch.setattr(cuda, "current_backend", lambda: backend)
+        yield backend

@@ -35,6 +35,7 @@ def run(tmp_path: Path) -> Run:
 
     def run(
         source: str,
+        /,
         *,
         grid: tuple[int, int, int] = (1, 1, 1),
         block: tuple[int, int, int] = (32, 1, 1),

@@ -48,3 +48,17 @@ __device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned
     *to = valid ? load_global_1(from) : (unsigned char)0;
   }
 }
+
+// The same, where the destination is known as a shared address too, which is the cheaper one.
+template <int kBytes>
+__device__ __forceinline__ void copy_piece(SharedAddress to, unsigned char* pointer, const unsigned char* from, bool valid) {
+  if constexpr (kBytes == 16) {
+    cp_async_16(to, from, valid);
+  } else if constexpr (kBytes == 8) {
+    cp_async_8(to, from, valid);
+  } else if constexpr (kBytes == 4) {
+    cp_async_4(to, from, valid);
+  } else {
+    copy_to_shared<kBytes>(pointer, from, valid);
+  }
+}

@@ -10,33 +10,43 @@
 
 // ------------------------------------------------------------------------------------------------ asynchronous copies
 
-__device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+// An address inside shared memory, 32 bits wide. A kernel that forms it once and adds constants gets them as immediates.
+using SharedAddress = unsigned;
+__device__ __forceinline__ SharedAddress shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
 // Global to shared memory; zeros when not `valid` (the source is then not read, but must still be an address).
 // .cg goes past L1; it exists for 16 bytes only.
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_8(SharedAddress to, const void* from, bool valid = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(valid ? 8 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_4(SharedAddress to, const void* from, bool valid = true) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "r"(valid ? 4 : 0)
+               : "memory");
+}
+#endif
 __device__ __forceinline__ void cp_async_16(void* to, const void* from, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(__cvta_generic_to_global(from)), "r"(valid ? 16 : 0)
-               : "memory");
+  cp_async_16(shared_address(to), from, valid);
 #else
   *static_cast<uint4*>(to) = valid ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 #endif
 }
 __device__ __forceinline__ void cp_async_8(void* to, const void* from, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)),
-               "r"(valid ? 8 : 0)
-               : "memory");
+  cp_async_8(shared_address(to), from, valid);
 #else
   *static_cast<uint2*>(to) = valid ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
 #endif
 }
 __device__ __forceinline__ void cp_async_4(void* to, const void* from, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(__cvta_generic_to_global(from)),
-               "r"(valid ? 4 : 0)
-               : "memory");
+  cp_async_4(shared_address(to), from, valid);
 #else
   *static_cast<unsigned*>(to) = valid ? *static_cast<const unsigned*>(from) : 0;
 #endif
@@ -60,39 +70,36 @@ __device__ __forceinline__ void cp_async_wait() {
 // 8x8 matrices of 16-bit elements. Lane 8 m + r gives the address of row r of matrix m, aligned to 16 bytes (lanes past the last
 // matrix give any address). Register j of lane t: matrix j, row t / 4, elements 2 (t % 4) and the next. _trans: rows 2 (t % 4)
 // and the next of column t / 4.
-__device__ __forceinline__ void ldmatrix_x1(unsigned (&r)[1], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(shared_address(row)) : "memory");
+__device__ __forceinline__ void ldmatrix_x1(unsigned (&r)[1], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row) : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(row))
-               : "memory");
+__device__ __forceinline__ void ldmatrix_x1(unsigned (&r)[1], const void* row) { ldmatrix_x1(r, shared_address(row)); }
+__device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(row) : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row) { ldmatrix_x2(r, shared_address(row)); }
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x1_trans(unsigned (&r)[1], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
-               : "=r"(r[0])
-               : "r"(shared_address(row))
-               : "memory");
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) { ldmatrix_x4(r, shared_address(row)); }
+__device__ __forceinline__ void ldmatrix_x1_trans(unsigned (&r)[1], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row) : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(row))
-               : "memory");
+__device__ __forceinline__ void ldmatrix_x1_trans(unsigned (&r)[1], const void* row) { ldmatrix_x1_trans(r, shared_address(row)); }
+__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(row) : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], const void* row) { ldmatrix_x2_trans(r, shared_address(row)); }
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
 }
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* row) { ldmatrix_x4_trans(r, shared_address(row)); }
 
 // An 8x8 matrix of 16-bit elements held one row to four lanes, as ldmatrix leaves it, transposed in place.
 __device__ __forceinline__ unsigned movmatrix_trans(unsigned x) {
@@ -107,16 +114,14 @@ __device__ __forceinline__ unsigned movmatrix_trans(unsigned x) {
 //   b0: k = 2c, column g (and k + 1 in the high half)   b1: the same at k = 2c + 8
 //   d[0], d[1]: row g, columns 2c and 2c + 1   d[2], d[3]: row g + 8
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 // The same without k = 8 ... 15: a0 is row g, a1 row g + 8.
 __device__ __forceinline__ void mma_m16n8k8_f16(float (&d)[4], unsigned a0, unsigned a1, unsigned b0) {
@@ -151,6 +156,12 @@ __device__ __forceinline__ unsigned e4m3x2_to_half2(unsigned short pair) {
   unsigned halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
   return halves;
+}
+// Four of them: bytes 0 and 1, bytes 2 and 3.
+__device__ __forceinline__ void e4m3x4_to_half2(unsigned codes, unsigned& low, unsigned& high) {
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=&r"(low), "=r"(high)
+      : "r"(codes));
 }
 #endif
 

@@ -194,10 +194,8 @@ def _options(
         raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad head_dim with zeros")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if kv_dtype not in (None, dtype, *FP8_DTYPES):
-        raise ValueError(
-            f"kv_dtype: expected {dtype} as dtype says, or one of {', '.join(FP8_DTYPES)}, got {kv_dtype!r}"
-        )
+    if kv_dtype not in (None, *DTYPES, *FP8_DTYPES):
+        raise ValueError(f"kv_dtype: expected None or one of {', '.join(DTYPES + FP8_DTYPES)}, got {kv_dtype!r}")
     return PlanOptions(
         num_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype, window, chunk, num_splits, bool(causal)
     )

@@ -62,29 +62,30 @@ def make_schedule(
 
     if num_splits is None:
         ends = np.cumsum(last_tile - first_tile)
-        total = int(ends[-1]) if len(ends) else 0
-        share = max(-(-total // shares), -(-MIN_SHARE // tile), 1)
         begins = ends - (last_tile - first_tile)
-        # unit u covers tiles [begins, ends) of the whole; item i of it lies in share begins // share + i
-        count = np.maximum((ends - 1) // share - begins // share + 1, 1)
+        total = int(ends[-1]) if len(ends) else 0
+        used = max(min(shares, total // -(-MIN_SHARE // tile)), 1)
+        # share s covers tiles [edge(s), edge(s + 1)) of the whole; item i of a unit lies in the unit's first share + i
+        start = _share_of(begins, total, used)
+        count = np.maximum(_share_of(ends - 1, total, used) - start + 1, 1)
         of, nth = _expand(count)
-        number = begins[of] // share + nth
-        first = np.maximum(begins[of], number * share) - begins[of] + first_tile[of]
-        last = np.minimum(ends[of], (number + 1) * share) - begins[of] + first_tile[of]
+        number = start[of] + nth
+        shift = begins[of] - first_tile[of]
+        first = np.maximum(begins[of], _edge(number, total, used)) - shift
+        last = np.maximum(np.minimum(ends[of], _edge(number + 1, total, used)) - shift, first)
     else:
         base = _lowest_key(np.maximum(before, 0), window, chunk) // tile
         each = np.maximum(-(-(-(-lens // tile) - base) // num_splits), 1)[sequence]
         base = base[sequence]
-        begins = (first_tile - base) // each
-        count = np.where(last_tile > first_tile, (last_tile - 1 - base) // each - begins + 1, 1)
+        start = (first_tile - base) // each
+        count = np.where(last_tile > first_tile, (last_tile - 1 - base) // each - start + 1, 1)
         of, nth = _expand(count)
-        first = np.maximum(first_tile[of], base[of] + (begins[of] + nth) * each[of])
-        last = np.minimum(last_tile[of], base[of] + (begins[of] + nth + 1) * each[of])
-        ends = np.cumsum(last - first)
-        total = int(ends[-1]) if len(ends) else 0
-        share = max(-(-total // shares), 1)
-        number = (ends - (last - first)) // share
-    number = np.minimum(number, max(-(-total // share) - 1, 0))  # empty units at the very end
+        first = np.maximum(first_tile[of], base[of] + (start[of] + nth) * each[of])
+        last = np.maximum(np.minimum(last_tile[of], base[of] + (start[of] + nth + 1) * each[of]), first)
+        begins = np.cumsum(last - first) - (last - first)
+        total = int(begins[-1] + last[-1] - first[-1]) if len(of) else 0
+        used = max(min(shares, len(of)), 1)
+        number = _share_of(begins, total, used)
 
     split = count > 1
     first_partial = np.cumsum(np.where(split, count, 0)) - np.where(split, count, 0)
@@ -93,10 +94,19 @@ def make_schedule(
     items[:, 3] = np.where(split[of], first_partial[of] + nth, -1)
     units = np.empty((len(sequence), 4), np.int32)
     units[:, 0], units[:, 1], units[:, 2], units[:, 3] = sequence, row, first_partial, count
-    used = max(-(-total // share), 1)
     share_start = np.searchsorted(number, np.arange(used + 1)).astype(np.int32)
     share_start[-1] = len(items)
     return Schedule(share_start, items, units, int(count[split].sum()))
+
+
+def _edge(share: Array, total: int, shares: int) -> Array:
+    """The first of `total` tiles that belongs to a share, when all shares are equal to within a tile."""
+    return share * total // shares
+
+
+def _share_of(position: Array, total: int, shares: int) -> Array:
+    """Which share holds a tile; a position past the end (an empty unit's) counts as the last tile."""
+    return np.minimum(((position + 1) * shares - 1) // max(total, 1), shares - 1)
 
 
 def _units(packed: Array, rows: int) -> tuple[Array, Array]:

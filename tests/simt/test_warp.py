@@ -116,6 +116,14 @@ def test_ldmatrix_places_elements_as_cutes_layouts_say(run: Run, count: int, tra
     np.testing.assert_array_equal(got, expected[..., 0] | expected[..., 1].astype(np.uint32) << 16)
 
 
+def test_movmatrix_transposes_what_ldmatrix_left(run: Run, rng: np.random.Generator) -> None:
+    # PTX ISA, movmatrix: the fragment of row t / 4, elements 2 (t % 4) and the next becomes that of the transposed matrix.
+    matrix = rng.integers(0, 2**16, (8, 8), dtype=np.uint16)
+    x, y = matrix.view(np.uint32).reshape(-1).copy(), np.zeros(32, np.uint32)
+    run('extern "C" __global__ void test(const Params p) { p.y[threadIdx.x] = movmatrix_trans(p.x[threadIdx.x]); }', x=x, y=y)
+    np.testing.assert_array_equal(y, np.ascontiguousarray(matrix.T).view(np.uint32).reshape(-1))
+
+
 def test_shuffles_follow_the_programming_guide(run: Run) -> None:
     # CUDA C++ Programming Guide, "Warp Shuffle Functions": the source stays inside the lane's own section of `width` lanes.
     kernel = """

@@ -21,6 +21,7 @@ from .rows import Rows, ranges
 from .steps import Step
 
 T = TypeVar("T")
+_MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
 _NONE: Ints = np.zeros(0, np.int64)
 _NO_COPIES: Blocks = np.zeros((0, 2), np.int32)
 
@@ -194,19 +195,21 @@ class BlockAllocator:
             raise ValueError(
                 f"parents: expected indices from 0 to {len(selected) - 1}, got {sources.min()} to {sources.max()}"
             )
-        old_lengths = requests.lengths.take(selected)
-        lengths = old_lengths.take(sources)
-        width = int(requests.columns(old_lengths).max(initial=0))
-        old = requests.tables[selected, :width]
-        new = old.take(sources, 0)
-        differs = (old != new).nonzero()  # sharing leaves most entries as they are
-        gained, lost = new[differs], old[differs]
+        moved = (sources != np.arange(len(sources))).nonzero()[0]
+        if not len(moved):
+            return
+        targets, origins = selected.take(moved), selected.take(sources.take(moved))
+        lengths = requests.lengths.take(selected)
+        window = requests.window(int(requests.columns(lengths).max()) or 1)
+        old, new = window[targets], window[origins]
+        before, after = old.view(np.int32), new.view(np.int32)
+        differs = (before != after).nonzero()[0]  # sharing leaves most entries as they are
+        gained, lost = after.take(differs), before.take(differs)
         self.pool.acquire(gained[gained >= 0])
         self.pool.release(lost[lost >= 0])
-        requests.tables[selected, :width] = new
-        requests.lengths[selected] = lengths
-        moved = (sources != np.arange(len(sources))).nonzero()[0]
-        requests.mark(selected[moved], 0)
+        window[targets] = new
+        requests.lengths[targets] = lengths.take(sources.take(moved))
+        requests.mark(targets, 0)
 
     # ---- shrinking ----
 
@@ -224,7 +227,7 @@ class BlockAllocator:
         """Cut each request to `lengths[i]` tokens (absolute, at most what it has) and release the blocks behind them."""
         requests = self._requests
         selected = requests.select(ids, rows)
-        new = np.broadcast_to(_counts(lengths, len(selected), "lengths"), len(selected))
+        new = _counts(lengths, len(selected), "lengths")
         old = requests.lengths.take(selected)
         if (new > old).any():
             i = int(np.argmax(new > old))
@@ -309,7 +312,7 @@ class BlockAllocator:
         if plan.num_blocks and plan.num_blocks + reserve > pool.num_free:
             raise OutOfBlocks(plan.num_blocks, max(pool.num_free - reserve, 0))
         longest = int(plan.total.max(initial=1))
-        if longest > np.iinfo(np.int32).max:
+        if longest > _MAX_TOKENS:
             raise ValueError(f"n: a sequence holds at most 2**31 - 1 tokens, not {longest}")
         columns = -(-longest // self.block_size)
         requests.widen(columns)
@@ -344,26 +347,25 @@ class BlockAllocator:
         step.block_tables[plan.copying, column] = copies[:, 1]
         self.pool.release(plan.sources)
         self._copies += len(copies)
-        return copies, np.delete(blocks, first)
+        left = np.ones(len(blocks), np.bool_)
+        left[first] = False
+        return copies, blocks[left]
 
     def _finish(self, step: Step, plan: _Plan, lengths: Ints, counts: Ints | None) -> None:
         """Fill in what follows from the tables, and number the step."""
         size, (n, columns) = self.block_size, step.block_tables.shape
-        tables = step.block_tables.reshape(-1)
+        base = np.arange(0, n * columns * size, columns * size)  # token 0 of each sequence, the tables laid end to end
         if counts is None:
-            blocks = tables.take(np.arange(0, n * columns, columns) + plan.column)
-            np.multiply(blocks - plan.column, size, out=step.slot_mapping)
-            step.slot_mapping += lengths
+            token = base + lengths
             step.query_start_loc[:] = np.arange(n + 1)
         else:
             ends = counts.cumsum()
+            token = np.repeat(base + (lengths - ends + counts), counts) + np.arange(len(step.slot_mapping))
             step.query_start_loc[0] = 0
             step.query_start_loc[1:] = ends
-            position = np.repeat(lengths - ends + counts, counts) + np.arange(len(step.slot_mapping))
-            column = position // size
-            blocks = tables.take(np.repeat(np.arange(0, n * columns, columns), counts) + column)
-            np.multiply(blocks - column, size, out=step.slot_mapping)
-            step.slot_mapping += position
+        entry = token // size
+        np.multiply(step.block_tables.reshape(-1).take(entry) - entry, size, out=step.slot_mapping)
+        step.slot_mapping += token
         step.seq_lens[:] = plan.total
         step.num_cached = np.zeros(n, np.int32)
         step.block_size, step.num_blocks = size, self.num_blocks

@@ -30,7 +30,8 @@ class Rows:
         self.changed = np.full(8, UNCHANGED, np.int32)  # first column that may differ from what the last step reported
         self.any_changed = False
         self._stamp = np.zeros(8, np.int64)
-        self._window, self._window_columns = self.tables[:, 0], 0  # see `snapshot`
+        self._window: npt.NDArray[Any] = self.tables[:, 0]  # see `window`
+        self._window_columns = 0
         self._vacant = list(range(7, -1, -1))  # rows without a request, the next one last
 
     # ---- names ----
@@ -48,13 +49,13 @@ class Rows:
             assert rows is not None
             selected = integers(rows, "rows")
             if len(selected):
-                inside = selected.min() >= 0 and selected.max() < len(self.lengths)
+                inside = selected.view(np.uint64).max() < len(self.lengths)  # a negative value is a huge one
                 if not inside or self.lengths.take(selected).min() < 0:
                     raise KeyError(f"rows: {self._dead(selected)} is not the row of a request")
         if len(selected) > 1:
             order = np.arange(len(selected))
             self._stamp[selected] = order
-            if not (self._stamp.take(selected) == order).all():
+            if np.count_nonzero(self._stamp.take(selected) == order) < len(selected):
                 raise ValueError("a request is named twice; name each one once")
         return selected
 
@@ -134,15 +135,19 @@ class Rows:
     def snapshot(self, rows: Ints, columns: int, extra: int) -> Blocks:
         """The first `columns` columns of `rows`, row after row, then room for `extra` more values: one contiguous piece.
 
-        A row is read as one element of `columns * 4` bytes: a single gather, two to thirty times faster than `tables[rows, :columns]`.
+        A row is read as one element of `columns * 4` bytes, in a single gather that needs no index per entry.
         """
+        padded = np.zeros(len(rows) + -(-extra // columns), np.int64)
+        padded[: len(rows)] = rows
+        return self.window(columns)[padded].view(np.int32)
+
+    def window(self, columns: int) -> npt.NDArray[np.void]:
+        """The first `columns` columns of every row, each row one element: a view `[rows]`."""
         if columns != self._window_columns or self._window.base is not self.tables:
             kind = np.dtype((np.void, columns * 4))
             self._window = np.ndarray(len(self.tables), kind, self.tables, strides=self.tables.strides[:1])
             self._window_columns = columns
-        padded = np.zeros(len(rows) + -(-extra // columns), np.int64)
-        padded[: len(rows)] = rows
-        return self._window[padded].view(np.int32)
+        return self._window
 
     def mark(self, rows: Ints, columns: Ints | int) -> None:
         """Note that `rows` may differ from `columns` on, for the next step's delta."""

@@ -78,7 +78,10 @@ class Step:
             return
         self._marked = requests.changed.take(self.rows)
         requests.changed[self.rows] = UNCHANGED
+        requests.any_changed = False
         rows = (requests.changed != UNCHANGED).nonzero()[0]
+        if not len(rows):
+            return
         lengths = np.maximum(requests.lengths[rows], 0)
         columns = requests.columns(lengths)
         first = np.minimum(requests.changed[rows], columns)
@@ -86,7 +89,6 @@ class Step:
             self.serial, rows, lengths, first, requests.flat.take(requests.entries(rows, first, columns))
         )
         requests.changed[rows] = UNCHANGED
-        requests.any_changed = False
 
     @property
     def delta(self) -> Delta:

@@ -1,4 +1,4 @@
-"""The command line: `python -m cupaged info | generate`."""
+"""The command line: `python -m cupaged info | generate | simulate`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import __version__, info
+from . import __version__, info, simulate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +22,10 @@ def main(argv: list[str] | None = None) -> int:
     info_parser = commands.add_parser("info", help="what is installed, which backends run, what is missing")
     info_parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     generate.add_arguments(commands.add_parser("generate", help="text from a Llama model on the paged cache"))
+    simulate.add_arguments(commands.add_parser("simulate", help="replay a request trace under several ways to manage memory"))
     args = parser.parse_args(argv)
+    if args.command == "simulate":
+        return simulate.run(args)
     if args.command == "info":
         info.print_report(args.json)
         return 0

@@ -1,0 +1,401 @@
+"""The memory study: its accounts against cases worked out by hand, slow models, and the allocator's own count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupaged.__main__ import main
+from cupaged.study import policies, traces
+from cupaged.study.contiguous import Buddy, Contiguous, FirstFit, reserve_maximum, reserve_oracle, reserve_power_of_two
+from cupaged.study.measures import measure
+from cupaged.study.paged import Paged
+from cupaged.study.plots import over_time
+from cupaged.study.replay import Memory, Outcome, replay
+from cupaged.study.sharing import WIDTHS, SharedSequences, beam_parents
+from cupaged.study.traces import BUILT_IN, Trace, mean
+
+# (arrival in steps, prompt, output) of up to 25 requests
+REQUESTS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=25)
+NAMES = [*policies.NAMES, "paged-3"]
+
+
+def trace_of(*requests: tuple[int, int, int]) -> Trace:
+    """A trace of (arrival in seconds, prompt, output)."""
+    table = np.array(sorted(requests), np.int64)
+    return Trace("test", (table[:, 0] - table[0, 0]).astype(float), table[:, 1], table[:, 2])
+
+
+def held(memory: Memory, *lengths: int) -> tuple[int, int, int]:
+    """Slots taken, used, and wasted by requests that are as long as they will ever be."""
+    for request, length in enumerate(lengths):
+        assert memory.admit(request, length, length)
+    now = np.array(lengths)
+    holding = memory.holding(np.arange(len(now)), now, now)
+    assert holding.reservation == 0
+    return holding.taken, holding.used, holding.taken - holding.used
+
+
+def records(outcome: Outcome, *names: str) -> list[tuple[int, ...]]:
+    return list(zip(*(outcome.timeline.column(name).tolist() for name in names), strict=True))
+
+
+# ---- contiguous memory ----
+
+
+def test_reserving_16_slots_for_lengths_5_and_12_wastes_15() -> None:
+    assert held(reserve_maximum(64, 16), 5, 12) == (32, 17, 15)
+
+
+def test_reserving_12_slots_for_each_of_five_lengths_takes_60_slots_for_27_tokens() -> None:
+    assert held(reserve_maximum(60, 12), 1, 4, 5, 8, 9)[:2] == (60, 27)
+
+
+def test_two_holes_of_8_and_6_refuse_a_request_of_10() -> None:
+    arena = FirstFit(20)
+    memory = Contiguous(20, arena, lambda final: final)
+    for request, size in enumerate((8, 6, 6)):
+        assert memory.admit(request, size, size)
+    memory.release(0)
+    memory.release(2)
+    assert arena.holes == [(0, 8), (14, 6)] and arena.largest_hole == 8
+    assert not memory.admit(3, 10, 10)
+    assert memory.stranded(10) and memory.stranded(14) and not memory.stranded(15)
+    assert arena.holes == [(0, 8), (14, 6)]
+    assert memory.admit(3, 8, 8) and arena.holes == [(14, 6)]
+
+
+def test_power_of_two_reserves_the_next_one() -> None:
+    assert held(reserve_power_of_two(64), 1, 5, 8, 9) == (1 + 8 + 8 + 16, 23, 10)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_first_fit_takes_the_lowest_run_of_free_slots(data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(1, 60))
+    arena, taken, pieces = FirstFit(capacity), bytearray(capacity), []
+    for _ in range(data.draw(st.integers(1, 40))):
+        if pieces and data.draw(st.booleans()):
+            start, size = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
+            arena.give(start, size)
+            taken[start : start + size] = bytes(size)
+        else:
+            size = data.draw(st.integers(1, capacity + 1))
+            found = taken.find(bytes(size))
+            start = arena.take(size)
+            assert start == (found if found >= 0 else None)
+            if start is not None:
+                taken[start : start + size] = b"\1" * size
+                pieces.append((start, size))
+        runs = [len(run) for run in bytes(taken).split(b"\1") if run]
+        assert [size for _, size in arena.holes] == runs
+        assert arena.largest_hole == max(runs, default=0)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_buddy_serves_whenever_an_aligned_block_is_free_and_joins_all_of_them_again(data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(1, 70))
+    arena, taken, pieces = Buddy(capacity), bytearray(capacity), []
+    whole = arena.holes
+    assert sum(size for _, size in whole) == capacity
+    for _ in range(data.draw(st.integers(1, 40))):
+        if pieces and data.draw(st.booleans()):
+            start, size = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
+            arena.give(start, size)
+            taken[start : start + size] = bytes(size)
+        else:
+            size = 1 << data.draw(st.integers(0, 7))
+            start = arena.take(size)
+            possible = [at for at in range(0, capacity - size + 1, size) if not any(taken[at : at + size])]
+            assert start in possible if possible else start is None
+            if start is not None:
+                taken[start : start + size] = b"\1" * size
+                pieces.append((start, size))
+        assert sum(size for _, size in arena.holes) == taken.count(0)
+    for start, size in pieces:
+        arena.give(start, size)
+    assert arena.holes == whole
+
+
+# ---- the replay ----
+
+
+def test_a_request_waits_for_room_and_its_reservation_turns_into_use() -> None:
+    outcome = replay(trace_of((0, 2, 3), (0, 5, 2)), reserve_oracle(8), interval=1, max_length=8)
+    assert records(outcome, "step", "steps", "running", "waiting") == [(0, 3, 1, 1), (3, 2, 1, 0)]
+    kinds = {kind: slots.tolist() for kind, slots in outcome.kinds().items()}
+    assert kinds == {"used": [3, 5.5], "reservation": [1, 0.5], "internal": [0, 0], "external": [0, 0], "free": [4, 2]}
+    assert outcome.waits.tolist() == [0, 3]
+
+
+def test_free_slots_are_external_while_a_request_waits_that_needs_no_more() -> None:
+    # 8, 6 and 6 slots; the first and the last leave after one step, the one in the middle stays, and 10 do not fit around it
+    trace = Trace("test", np.array([0.0, 0, 0, 1]), np.array([8, 1, 6, 10]), np.array([1, 6, 1, 1]))
+    outcome = replay(trace, reserve_oracle(20), interval=1, max_length=20)
+    assert outcome.kinds()["external"].tolist() == [0, 14, 0]
+    assert records(outcome, "steps", "running") == [(1, 3), (5, 1), (1, 1)]
+
+
+def test_the_request_admitted_last_is_preempted_and_computed_again_when_blocks_run_out() -> None:
+    outcome = replay(trace_of((0, 1, 3), (0, 1, 3)), Paged(4, 1), interval=1, max_length=4)
+    assert records(outcome, "step", "running", "waiting", "used") == [
+        (0, 2, 0, 2),
+        (1, 2, 0, 4),
+        (2, 1, 1, 3),
+        (3, 1, 0, 3),
+    ]
+    assert (outcome.preempted, outcome.recomputed, outcome.rejected) == (1, 2, 0)
+
+
+def test_nobody_is_admitted_after_a_preemption_before_a_request_has_finished() -> None:
+    outcome = replay(trace_of((0, 1, 6), (0, 1, 6), (3, 1, 1)), Paged(8, 1), interval=1, max_length=8)
+    assert records(outcome, "step", "running", "waiting")[3:7] == [(3, 2, 1), (4, 1, 2), (5, 1, 2), (6, 2, 0)]
+    assert outcome.preempted == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_can_never_fit_is_rejected_and_the_rest_is_served(name: str) -> None:
+    trace = trace_of((0, 10, 2), (0, 300, 2), (1, 20, 2))
+    outcome = replay(trace, policies.make(name, 2048, 64), interval=1, max_length=64)
+    assert outcome.rejected == 1 and len(outcome.waits) == 2
+    outcome = replay(trace, policies.make(name, 256, 300), interval=1, max_length=400)
+    assert outcome.rejected == (3 if name == "contiguous-max" else 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(requests=REQUESTS, pool=st.integers(200, 600), interval=st.sampled_from([0.5, 1.0, 3.0]))
+@settings(max_examples=12, deadline=None)
+def test_the_kinds_of_slots_sum_to_the_capacity_at_every_step_and_every_token_is_generated(
+    name: str, requests: list[tuple[int, int, int]], pool: int, interval: float
+) -> None:
+    trace = trace_of(*requests)
+    memory = policies.make(name, pool, 64)
+    outcome = replay(trace, memory, interval=interval, max_length=64)
+    kinds = outcome.kinds()
+    assert all((slots >= 0).all() for slots in kinds.values())
+    np.testing.assert_array_equal(sum(kinds.values()), np.full(len(kinds["used"]), memory.capacity))
+    assert pool - memory.capacity < 128
+    assert outcome.rejected == 0 or isinstance(memory, SharedSequences) or name == "paged-128"
+    if not outcome.rejected:
+        assert len(outcome.waits) == len(trace) and outcome.waits.min() > -1e-6
+        generated = (outcome.timeline.column("running") * outcome.timeline.column("steps")).sum()
+        assert generated == trace.outputs.sum()
+    left = memory.holding(*[np.zeros(0, np.int64)] * 3)
+    assert left.taken == left.used == left.reservation == 0
+
+
+@given(requests=REQUESTS, pool=st.integers(64, 300), name=st.sampled_from(policies.CONTIGUOUS))
+@settings(max_examples=40, deadline=None)
+def test_skipping_over_steps_without_events_gives_what_single_steps_give(
+    requests: list[tuple[int, int, int]], pool: int, name: str
+) -> None:
+    trace = trace_of(*requests)
+    skipping, single = policies.make(name, pool, 60), policies.make(name, pool, 60)
+    single.grows = True
+    one, other = (replay(trace, memory, interval=1, max_length=60) for memory in (skipping, single))
+    assert (other.timeline.column("steps") == 1).all()
+    assert one.waits.tolist() == other.waits.tolist() and one.rejected == other.rejected
+    first, second = measure(one), measure(other)
+    for field in ("used", "used_peak", "reservation", "internal", "external", "free", "running_mean", "duration"):
+        assert getattr(first, field) == pytest.approx(getattr(second, field), abs=1e-12), field
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in policies.CONTIGUOUS])
+@given(requests=REQUESTS)
+@settings(max_examples=8, deadline=None)
+def test_used_slots_are_those_that_the_allocator_counts(name: str, requests: list[tuple[int, int, int]]) -> None:
+    memory = policies.make(name, 800, 64)
+    assert isinstance(memory, Paged)
+    counted = []
+    holding = memory.holding
+
+    def noting(*args: np.ndarray) -> object:
+        counted.append(memory.allocator.stats().slots_used)
+        return holding(*args)
+
+    memory.holding = noting  # type: ignore[method-assign, assignment]
+    outcome = replay(trace_of(*requests), memory, interval=1, max_length=64)
+    assert outcome.timeline.column("used").tolist() == counted
+
+
+# ---- sharing ----
+
+
+def test_parallel_samples_share_the_full_blocks_of_their_prompt() -> None:
+    outcome = replay(trace_of((0, 32, 3)), SharedSequences(640, 16, 4), interval=1, max_length=64)
+    assert records(outcome, "taken", "unshared", "used") == [(32, 32, 32), (96, 192, 36), (96, 192, 40)]
+
+
+def test_beams_of_one_parent_share_all_but_the_last_token() -> None:
+    always_the_best = np.zeros((5, 4), np.int64)
+    outcome = replay(trace_of((0, 32, 20)), SharedSequences(640, 16, 4, always_the_best), interval=1, max_length=64)
+    # 16 tokens after the prompt its block is full, and shared from the next step on
+    assert records(outcome, "taken", "used")[15:18] == [(96, 92), (96, 96), (112, 52)]
+    assert records(outcome, "running")[-1] == (1,)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_record_of_beams_names_a_parent_for_each_beam(width: int) -> None:
+    parents = beam_parents(width)
+    assert parents.shape[1] == width and len(parents) > 500
+    assert parents.min() == 0 and parents.max() == width - 1
+
+
+# ---- traces ----
+
+
+def test_azure_traces_are_read_in_order_of_arrival(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_bytes(
+        b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n"
+        b"2023-11-16 18:15:50.9951690,396,0\r\n2023-11-16 18:15:45.6805900,9,1\r\n"
+    )
+    trace = traces.read(path)
+    np.testing.assert_allclose(trace.arrivals, [0, 1, 5.314579], atol=1e-5)
+    assert trace.prompts.tolist() == [9, 374, 396] and trace.outputs.tolist() == [1, 44, 1]
+    assert trace.finals.tolist() == [9, 417, 396] and trace.prefixes is None
+
+
+def test_mooncake_traces_keep_the_hashes_of_their_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    rows = [
+        {"timestamp": 500, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]},
+        {"timestamp": 2500, "input_length": 512, "output_length": 9, "hash_ids": [3]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    trace = traces.read(path)
+    assert trace.arrivals.tolist() == [0, 2] and trace.prefixes == ((3, 4), (3,))
+    assert trace.first(1).prefixes == ((3, 4),) and trace.at_once().arrivals.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "time,tokens\n1,2\n", "a.csv: expected the columns TIMESTAMP"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,x\n",
+            "a.csv, line 2: invalid literal",
+        ),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,1\n",
+            "line 2: expected a prompt of at least 1",
+        ),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 5}\n', "a.jsonl, line 1: KeyError 'output_length'"),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [1, 2]}\n', "got 2 for 5"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError) as error:
+        traces.read(tmp_path / name)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "prompt", "output"), [("sharegpt", 161.31, 337.99), ("alpaca", 19.31, 58.45)])
+def test_built_in_workloads_have_the_means_of_the_paper(name: str, prompt: float, output: float) -> None:
+    workload = BUILT_IN[name]
+    assert mean(workload.prompts) == pytest.approx(prompt, rel=0.005)
+    assert mean(workload.outputs) == pytest.approx(output, rel=0.005)
+    drawn = workload.draw(name, 20_000, None, np.random.default_rng())
+    assert drawn.prompts.mean() == pytest.approx(prompt, rel=0.05) and drawn.outputs.mean() == pytest.approx(
+        output, rel=0.05
+    )
+    assert drawn.prompts.min() >= 1 and drawn.outputs.min() >= 1
+    assert len(drawn) / drawn.arrivals[-1] == pytest.approx(workload.rate, rel=0.05)
+
+
+# ---- the command ----
+
+
+def test_use_over_time_has_the_mean_of_the_replay_and_gaps_are_free() -> None:
+    outcome = replay(trace_of((0, 5, 4), (10, 5, 4)), Paged(32, 1), interval=1, max_length=32)
+    seconds, shares = over_time(outcome, until=20, bins=20)
+    assert seconds.tolist() == list(range(20))
+    used = [5, 6, 7, 8, *[0] * 6] * 2
+    assert (shares["used"] * 32).tolist() == pytest.approx(used)
+    np.testing.assert_allclose(sum(shares.values()), 1)
+
+
+@pytest.fixture
+def small_trace(tmp_path: Path) -> Path:
+    path = tmp_path / "small.csv"
+    rows = [f"2023-11-16 18:15:{second:02},{100 + 7 * second},{20 + second}" for second in range(30)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path
+
+
+def test_the_command_writes_figures_and_a_picture(
+    small_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    out = tmp_path / "results" / "study"
+    assert main(["simulate", str(small_trace), "--limit", "25", "--pool", "1024", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "25 requests" in said and "in the paper under 4%" in said
+    found = json.loads(out.with_name("study.json").read_text())
+    assert list(found["policies"]) == list(policies.DEFAULT) and found["requests"] == 25
+    assert found["policies"]["paged-1"]["useful"] == 1.0
+    assert found["policies"]["oracle"]["internal"] == 0
+    sizes = found["running_by_pool"]["paged-16"]
+    assert list(sizes) == ["256", "512", "1024", "2048", "4096"] and sizes["512"] < sizes["1024"] < sizes["4096"]
+    assert out.with_name("study.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_goes_without_tqdm_and_says_what_a_picture_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    out = tmp_path / "study"
+    assert main(["simulate", "alpaca", "--limit", "20", "--policies", "oracle", "beam-2", "--out", str(out)]) == 0
+    assert "pip install 'cupaged[plot]'" in capsys.readouterr().out
+    assert list(json.loads(out.with_name("study.json").read_text())["policies"]) == ["oracle", "beam-2"]
+
+
+def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:
+    def figures(seed: int) -> object:
+        assert (
+            main(
+                [
+                    "simulate",
+                    "alpaca",
+                    "--limit",
+                    "30",
+                    "--seed",
+                    str(seed),
+                    "--policies",
+                    "beam-4",
+                    "--out",
+                    str(tmp_path / "s"),
+                ]
+            )
+            == 0
+        )
+        return json.loads((tmp_path / "s.json").read_text())["policies"]
+
+    assert figures(5) == figures(5) != figures(6)
+
+
+def test_a_trace_that_is_not_there_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "nowhere.csv"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "expected a file or one of sharegpt, alpaca, got nowhere.csv" in error
+
+
+def test_importing_the_command_imports_no_plotting_and_no_progress_bar() -> None:
+    code = "import sys, cupaged, cupaged.simulate; print(sorted({'matplotlib', 'tqdm', 'numba', 'cupy'} & set(sys.modules)))"
+    root = Path(__file__).resolve().parent.parent
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

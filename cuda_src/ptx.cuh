@@ -150,18 +150,16 @@ __device__ __forceinline__ float rcp_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// The low and the high half of a register, which many instructions can name without moving them.
+__device__ __forceinline__ void split_halves(unsigned x, unsigned short& low, unsigned short& high) {
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(x));
+}
 #if __CUDA_ARCH__ >= 890
 // Two e4m3 values to two halves: the low byte to the low half. Exact.
 __device__ __forceinline__ unsigned e4m3x2_to_half2(unsigned short pair) {
   unsigned halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
   return halves;
-}
-// Four of them: bytes 0 and 1, bytes 2 and 3.
-__device__ __forceinline__ void e4m3x4_to_half2(unsigned codes, unsigned& low, unsigned& high) {
-  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
-      : "=&r"(low), "=r"(high)
-      : "r"(codes));
 }
 #endif
 

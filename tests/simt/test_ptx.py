@@ -91,12 +91,11 @@ WRAPPERS = {
     "e4m3x2_to_half2": Wrapper(
         "U(0, e4m3x2_to_half2((unsigned short)u(1)));", "cvt.rn.f16x2.e4m3x2 {}, {};", ("y0", "x1"), volatile=False, arch=89
     ),
-    "e4m3x4_to_half2": Wrapper(
-        "unsigned low, high; e4m3x4_to_half2(u(1), low, high); U(0, low); U(1, high);",
-        ".reg .b16 a, b; mov.b32 a, b, {}; cvt.rn.f16x2.e4m3x2 {}, a; cvt.rn.f16x2.e4m3x2 {}, b;",
-        ("x1", "y0", "y1"),
+    "split_halves": Wrapper(
+        "unsigned short low, high; split_halves(u(1), low, high); U(0, low); U(1, high);",
+        "mov.b32 {}, {}, {};",
+        ("y0", "y1", "x1"),
         volatile=False,
-        arch=89,
     ),
     "movmatrix_trans": Wrapper(
         "U(0, movmatrix_trans(u(1)));", "movmatrix.sync.aligned.m8n8.trans.b16 {}, {};", ("y0", "x1"), arch=75

@@ -159,7 +159,7 @@ def _device_metadata(block_tables: Array, seq_lens: Array, query_start_loc: Arra
 
 
 def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array) -> Array:
-    slots = slot_mapping if is_cupy(slot_mapping) else np.asarray(slot_mapping)
+    slots = slot_mapping if is_cupy(slot_mapping) else np.asanyarray(slot_mapping)
     if slots.ndim != 1 or len(slots) > num_tokens:
         raise ValueError(
             f"slot_mapping: expected one dimension of at most {num_tokens} entries, a row of k each, got {slots.shape}"
@@ -174,8 +174,7 @@ def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array)
             raise ValueError(
                 f"slot_mapping: row {row} expected a slot below num_blocks * block_size = {num_slots}, got {slots[row]}"
             )
-        slots = np.ascontiguousarray(slots)
-    return slots
+    return slots if slots.flags.c_contiguous else array_module(slots).ascontiguousarray(slots)
 
 
 def per_head(x: Any, name: str, num_heads: int, like: Array) -> Array | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from simt.launcher import SimtLauncher
 
-from cupaged import attention, cuda, kv_cache
+from cupaged import attention, cuda, kernels, kv_cache
 
 
 class DeviceArray(np.ndarray):
@@ -19,14 +19,36 @@ class DeviceArray(np.ndarray):
 
 
 class Launcher(SimtLauncher):
+    def __init__(self, arch: int = 90, **options: Any) -> None:
+        super().__init__(arch, **options)
+        self.num_copies = 0
+        self._known: dict[Any, Any] = {}
+
+    def get(self, kernel: str, source: str, defines: Any, shared_bytes: int = 0) -> Any:
+        """While a graph is captured only what was compiled before; in debug mode with the device-side clamps."""
+        defines = {"kDebug": int(kernels.debug()), **defines}
+        key = (kernel, source, tuple(sorted(defines.items())), shared_bytes)
+        if key not in self._known:
+            self._known[key] = super().get(kernel, source, defines, shared_bytes)
+        return self._known[key]
+
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return super().empty(shape, dtype).view(DeviceArray)
+
+    def copy_async(self, dst: np.ndarray, src: np.ndarray) -> None:
+        self.num_copies += 1
+        super().copy_async(dst, src)
 
     def put(self, x: np.ndarray) -> np.ndarray:
         """A copy of `x` on the device."""
         there = self.empty(x.shape, x.dtype)
         there[...] = x
         return there
+
+    def fetch(self, x: np.ndarray) -> np.ndarray:
+        """A copy of `x` on the host, after all work."""
+        self.flush()
+        return np.array(x)
 
 
 @cache

@@ -21,7 +21,7 @@ class DeviceArray(np.ndarray):
 class Launcher(SimtLauncher):
     def __init__(self, arch: int = 90, **options: Any) -> None:
         super().__init__(arch, **options)
-        self.num_copies = 0
+        self.num_copies = self.num_launches = 0
         self._known: dict[Any, Any] = {}
 
     def get(self, kernel: str, source: str, defines: Any, shared_bytes: int = 0) -> Any:
@@ -31,6 +31,10 @@ class Launcher(SimtLauncher):
         if key not in self._known:
             self._known[key] = super().get(kernel, source, defines, shared_bytes)
         return self._known[key]
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        self.num_launches += 1
+        super().launch(*arguments, **options)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return super().empty(shape, dtype).view(DeviceArray)

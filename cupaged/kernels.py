@@ -57,9 +57,10 @@ def flatten(source: str, folder: Path | None = None) -> str:
         for number, line in enumerate((root / name).read_text(encoding="utf-8").splitlines(), 1):
             include = _INCLUDE.match(line)
             if include is None:
-                if line.strip() != "#pragma once":
-                    result.append(line)
-            elif include[1] not in seen:
+                result.append("" if line.strip() == "#pragma once" else line)
+            elif include[1] in seen:
+                result.append("")
+            else:
                 result += lines(include[1])
                 result.append(f'#line {number + 1} "{name}"')
         return result

@@ -18,7 +18,7 @@ from cupaged.study.contiguous import Buddy, Contiguous, FirstFit, reserve_maximu
 from cupaged.study.measures import measure
 from cupaged.study.paged import Paged
 from cupaged.study.plots import over_time
-from cupaged.study.replay import Memory, Outcome, replay
+from cupaged.study.replay import Holding, Memory, Outcome, replay
 from cupaged.study.sharing import WIDTHS, SharedSequences, beam_parents
 from cupaged.study.traces import BUILT_IN, Trace, mean
 
@@ -155,10 +155,72 @@ def test_the_request_admitted_last_is_preempted_and_computed_again_when_blocks_r
     assert (outcome.preempted, outcome.recomputed, outcome.rejected) == (1, 2, 0)
 
 
-def test_nobody_is_admitted_after_a_preemption_before_a_request_has_finished() -> None:
-    outcome = replay(trace_of((0, 1, 6), (0, 1, 6), (3, 1, 1)), Paged(8, 1), interval=1, max_length=8)
-    assert records(outcome, "step", "running", "waiting")[3:7] == [(3, 2, 1), (4, 1, 2), (5, 1, 2), (6, 2, 0)]
-    assert outcome.preempted == 1
+class Scripted(Memory):
+    """Room for everybody, but the growth of one step fails once."""
+
+    capacity, metadata_bytes, grows = 1000, 0, True
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at, self.step, self.admitted = fails_at, -1, []  # type: ignore[var-annotated]
+
+    def can_hold(self, final: int) -> bool:
+        return True
+
+    def admit(self, request: int, tokens: int, final: int) -> bool:
+        self.admitted.append((self.step, request, tokens))
+        return True
+
+    def release(self, request: int) -> None:
+        pass
+
+    def holding(self, requests: np.ndarray, lengths: np.ndarray, finals: np.ndarray) -> Holding:
+        return Holding(int(lengths.sum()), int(lengths.sum()), 0)
+
+    def stranded(self, final: int) -> bool:
+        return False
+
+    def begin_step(self, requests: np.ndarray) -> None:
+        self.step += 1
+        self.failed = False
+
+    def grow(self, requests: np.ndarray) -> bool:
+        fails = self.step == self.fails_at and not self.failed
+        self.failed |= fails
+        return not fails
+
+
+def test_after_a_preemption_nobody_is_admitted_before_a_request_has_finished_and_the_preempted_one_is_first() -> None:
+    memory = Scripted(fails_at=2)
+    outcome = replay(trace_of((0, 1, 5), (0, 1, 6), (2, 1, 1)), memory, interval=1, max_length=8)
+    # the second one had 2 tokens, and its third is known; the first one leaves after step 4
+    assert memory.admitted == [(0, 0, 1), (0, 1, 1), (5, 1, 3), (5, 2, 1)]
+    assert records(outcome, "running", "waiting") == [
+        (2, 0),
+        (2, 0),
+        (1, 2),
+        (1, 2),
+        (1, 2),
+        (2, 0),
+        (1, 0),
+        (1, 0),
+        (1, 0),
+    ]
+    assert (outcome.preempted, outcome.recomputed) == (1, 2)
+
+
+def test_the_empty_end_of_a_last_block_is_reserved_as_far_as_the_request_will_come() -> None:
+    memory = Paged(6400, 16)
+    assert memory.admit(0, 5, 12)
+    assert memory.holding(np.array([0]), np.array([5]), np.array([12])) == (16, 5, 7, 16)
+    assert memory.holding(np.array([0]), np.array([5]), np.array([40])) == (16, 5, 11, 16)
+
+
+def test_admission_leaves_a_hundredth_of_the_blocks_for_growth() -> None:
+    memory = Paged(200, 1)
+    assert not memory.can_hold(199) and memory.can_hold(198)
+    assert not memory.admit(0, 199, 199) and memory.admit(0, 197, 198)
+    assert memory.grow(np.array([0])) and memory.grow(np.array([0])) and memory.grow(np.array([0]))
+    assert not memory.grow(np.array([0])) and memory.allocator.lengths[0, 0] == 200
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -240,6 +302,20 @@ def test_beams_of_one_parent_share_all_but_the_last_token() -> None:
     # 16 tokens after the prompt its block is full, and shared from the next step on
     assert records(outcome, "taken", "used")[15:18] == [(96, 92), (96, 96), (112, 52)]
     assert records(outcome, "running")[-1] == (1,)
+
+
+@pytest.mark.parametrize(("parents", "blocks"), [(None, 2 + 4), (np.zeros((5, 4), np.int64), 3)])
+def test_a_request_computed_again_shares_its_prompt_as_samples_and_its_past_as_beams(
+    parents: np.ndarray | None, blocks: int
+) -> None:
+    memory = SharedSequences(1600, 16, 4, parents)
+    assert memory.admit(0, 32, 64)
+    memory.release(0)
+    assert memory.admit(0, 40, 64)
+    assert memory.allocator.num_free == 100 - blocks
+    memory.begin_step(np.array([0]))
+    assert memory.grow(np.array([0]))
+    assert sorted(memory.allocator.lengths.values()) == [41] * 4
 
 
 @pytest.mark.parametrize("width", WIDTHS)

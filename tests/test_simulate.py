@@ -156,22 +156,26 @@ def test_the_request_admitted_last_is_preempted_and_computed_again_when_blocks_r
 
 
 class Scripted(Memory):
-    """Room for everybody, but the growth of one step fails once."""
+    """Room for two requests of any size, but the growth of one step fails once."""
 
     capacity, metadata_bytes, grows = 1000, 0, True
 
     def __init__(self, fails_at: int) -> None:
-        self.fails_at, self.step, self.admitted = fails_at, -1, []  # type: ignore[var-annotated]
+        self.fails_at, self.step, self.running = fails_at, -1, 0
+        self.admitted: list[tuple[int, int, int]] = []
 
     def can_hold(self, final: int) -> bool:
         return True
 
     def admit(self, request: int, tokens: int, final: int) -> bool:
+        if self.running == 2:
+            return False
+        self.running += 1
         self.admitted.append((self.step, request, tokens))
         return True
 
     def release(self, request: int) -> None:
-        pass
+        self.running -= 1
 
     def holding(self, requests: np.ndarray, lengths: np.ndarray, finals: np.ndarray) -> Holding:
         return Holding(int(lengths.sum()), int(lengths.sum()), 0)
@@ -191,7 +195,7 @@ class Scripted(Memory):
 
 def test_after_a_preemption_nobody_is_admitted_before_a_request_has_finished_and_the_preempted_one_is_first() -> None:
     memory = Scripted(fails_at=2)
-    outcome = replay(trace_of((0, 1, 5), (0, 1, 6), (2, 1, 1)), memory, interval=1, max_length=8)
+    outcome = replay(trace_of((0, 1, 5), (0, 1, 6), (1, 1, 1)), memory, interval=1, max_length=8)
     # the second one had 2 tokens, and its third is known; the first one leaves after step 4
     assert memory.admitted == [(0, 0, 1), (0, 1, 1), (5, 1, 3), (5, 2, 1)]
     assert records(outcome, "running", "waiting") == [

@@ -200,7 +200,7 @@ def test_after_a_preemption_nobody_is_admitted_before_a_request_has_finished_and
     assert memory.admitted == [(0, 0, 1), (0, 1, 1), (5, 1, 3), (5, 2, 1)]
     assert records(outcome, "running", "waiting") == [
         (2, 0),
-        (2, 0),
+        (2, 1),
         (1, 2),
         (1, 2),
         (1, 2),

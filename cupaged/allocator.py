@@ -300,8 +300,7 @@ class BlockAllocator:
         references = self.pool.ref_count.take(tails)
         shared = (references > 1).nonzero()[0]
         sources = tails.take(shared).astype(np.int64)
-        stays = self.pool.occurrences(sources) < references.take(shared)
-        copied = stays | ~self.pool.last_of_each(sources)
+        copied = (self.pool.occurrences(sources) < references.take(shared)) | ~self.pool.last_of_each(sources)
         plan.copying, plan.sources = writing.take(shared)[copied], sources[copied]
         plan.num_blocks += len(plan.copying)
 
@@ -337,9 +336,8 @@ class BlockAllocator:
         needs = np.zeros(len(step.rows), np.int64)
         needs[plan.growing] = 1 if plan.grown is None else plan.grown
         needs[plan.copying] += 1
-        first = (needs.cumsum() - needs).take(
-            plan.copying
-        )  # a sequence takes the block for its copy before those for growth
+        # a sequence takes the block for its copy before those for growth
+        first = (needs.cumsum() - needs).take(plan.copying)
         column = plan.column.take(plan.copying)
         copies = np.empty((len(first), 2), np.int32)
         copies[:, 0], copies[:, 1] = plan.sources, blocks.take(first)
@@ -379,9 +377,11 @@ class BlockAllocator:
         """Unmap and release the blocks behind `lengths`."""
         requests = self._requests
         first, stop = requests.columns(lengths), requests.columns(old)
-        entries = requests.entries(rows, first, stop)
-        self.pool.release(requests.flat.take(entries))
-        requests.flat[entries] = -1
+        cut = (first < stop).nonzero()[0]
+        if len(cut):
+            entries = requests.entries(rows.take(cut), first.take(cut), stop.take(cut))
+            self.pool.release(requests.flat.take(entries))
+            requests.flat[entries] = -1
         requests.mark(rows, first)
 
     def _table(self, row: int) -> list[int]:

@@ -126,7 +126,7 @@ class BlockPool:
 
     def _ids(self, blocks: npt.ArrayLike) -> Ints:
         ids = integers(blocks, "blocks")
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.num_blocks):
+        if len(ids) and ids.view(np.uint64).max() >= self.num_blocks:  # a negative id is a huge one
             raise ValueError(f"blocks: expected ids from 0 to {self.num_blocks - 1}, got {ids.min()} to {ids.max()}")
         return ids
 

@@ -239,7 +239,7 @@ def test_prompt_must_leave_room_in_the_context() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.integers(0, 30), size=st.integers(1, 70), outputs=st.integers(1, 40), seed=st.integers(0, 1 << 32))
+@given(rows=st.integers(0, 30), size=st.integers(1, 70), outputs=st.integers(2, 40), seed=st.integers(0, 1 << 32))
 def test_product_for_few_rows_is_the_product(rows: int, size: int, outputs: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, 2 * size), dtype=np.float32)[:, ::2]

@@ -13,11 +13,11 @@ import numpy as np
 
 from .arrays import Array, Attention, WriteKV
 from .cuda_structs import (
+    ATTENTION,
     CLASSIC,
     CLASSIC_PARTITION,
     COPY,
     COPY_PER_THREAD,
-    DECODE,
     MAX_PAIRS,
     MERGE,
     OUTER_AXES,
@@ -34,7 +34,8 @@ from .cuda_structs import (
     power_of_two,
     write_defines,
 )  # fmt: skip
-from .decode_work import DecodeConfig, DeviceWork, PinnedRing, decode_config, rows_for
+from .decode_work import DeviceWork, PinnedRing
+from .kernel_config import KernelConfig, attention_kernels
 from .launcher import CupyLauncher, Launcher
 from .plan import Plan, PlanOptions
 from .schedule import MIN_SHARE
@@ -258,10 +259,14 @@ class Backend:
         work = self._work(plan, plan.options)
         work.workspace = Workspace(self.launcher)
         work.workspace.reserve(work.num_states, plan.options.head_dim, work.num_tickets)
-        self._decode(work.config, 16, planned=True)
+        for part in work.parts:
+            self._kernel(part.config, 16, planned=True)
 
     def paged_attention(self, call: Attention) -> None:
-        """Launch decode.cu: over a schedule where lengths are on the host, else over splits whose edges the device finds."""
+        """One launch for each kernel that the sequences need (`kernel_config`).
+
+        Over a schedule where lengths are on the host, else over splits whose edges the device finds.
+        """
         num_heads, head_dim = call.q.shape[1:]
         num_blocks, num_kv_heads, block_size, _ = call.k_pages.shape
         options = PlanOptions(
@@ -275,54 +280,71 @@ class Backend:
             call.num_splits,
             call.causal,
         )
-        params = np.zeros(1, DECODE)
-        planned = call.plan is not None or type(call.seq_lens) is np.ndarray
-        if planned:
-            plan = call.plan or Plan(call.block_tables, call.seq_lens, call.query_start_loc, block_size, num_blocks)
-            config, across = self._planned(plan, options, params[0])
-        else:
-            config, across = self._unplanned(call, options, params[0])
-        vec = self._describe(call, params[0])
-        function = self._decode(
-            config, vec, planned=planned, softcap=call.softcap is not None, alibi=call.alibi_slopes is not None
-        )
-        self.launcher.launch(function, (across, num_kv_heads, 1), (config.threads, 1, 1), params, config.shared_bytes)
+        params = np.zeros(1, ATTENTION)
+        p = params[0]
+        vec = self._describe(call, p)
 
-    def _planned(self, plan: Plan, options: PlanOptions, p: Any) -> tuple[DecodeConfig, int]:
-        """Point the parameters at the plan's work. Returns the kernel's configuration and blocks per KV head."""
+        def launch(config: KernelConfig, across: int, planned: bool) -> None:
+            function = self._kernel(
+                config, vec, planned=planned, softcap=call.softcap is not None, alibi=call.alibi_slopes is not None
+            )
+            self.launcher.launch(
+                function, (across, num_kv_heads, 1), (config.threads, 1, 1), params, config.shared_bytes
+            )
+
+        if call.plan is not None or type(call.seq_lens) is np.ndarray:
+            plan = call.plan or Plan(call.block_tables, call.seq_lens, call.query_start_loc, block_size, num_blocks)
+            work = self._planned(plan, options, p)
+            for part in work.parts:
+                for name in ("share_start", "items", "units"):
+                    p[name] = work.address(name, part)
+                launch(part.config, part.shares, planned=True)
+        else:
+            for config, units, splits in self._unplanned(call, options, p):
+                p["splits"] = splits
+                launch(config, units * splits, planned=False)
+
+    def _planned(self, plan: Plan, options: PlanOptions, p: Any) -> DeviceWork:
+        """Point the parameters at the plan's metadata and at a workspace."""
         work = self._work(plan, options)
-        for name in ("seq_lens", "query_start_loc", "block_tables", "share_start", "items", "units"):
-            p[name] = work.addresses[name]
+        for name in ("seq_lens", "query_start_loc", "block_tables"):
+            p[name] = work.address(name)
         p["table_row"] = p["max_blocks"] = work.sizes.columns
         p["num_seqs"], p["splits"] = work.sizes.seqs, 1
         workspace = work.workspace or self._stream_workspace()
         p["partials"], p["partial_states"], p["tickets"] = workspace.reserve(
             work.num_states, options.head_dim, work.num_tickets
         )
-        return work.config, work.shares
+        return work
 
-    def _unplanned(self, call: Attention, options: PlanOptions, p: Any) -> tuple[DecodeConfig, int]:
-        """The same for lengths that only the device knows: as many equal splits a sequence as may fill the device."""
+    def _unplanned(self, call: Attention, options: PlanOptions, p: Any) -> list[tuple[KernelConfig, int, int]]:
+        """The same for lengths that only the device knows: as many equal splits a sequence as may fill the device.
+
+        Returns kernels with their units, numbered as the kernels number them, and splits of each.
+        """
         num_tokens, (num_seqs, max_blocks) = len(call.q), call.block_tables.shape
         group = options.num_heads // options.num_kv_heads
-        rows = rows_for(options.head_dim, group, 1 if num_tokens <= num_seqs else num_tokens)
-        config = decode_config(self.launcher.info, options.head_dim, options.dtype, options.kv_dtype, rows)
-        units = num_tokens * group // rows + num_seqs  # numbered as decode.cu numbers them
-        splits = options.num_splits
-        if splits is None:
-            most = max_blocks * call.k_pages.shape[2] // MIN_SHARE
-            splits = max(
-                1, min(self.launcher.info.num_sms * config.resident // (num_seqs * options.num_kv_heads), most)
-            )
+        most = group * (1 if num_tokens <= num_seqs else num_tokens)
+        info = self.launcher.info
+        launches = []
+        for config in attention_kernels(
+            info, options.head_dim, options.dtype, options.kv_dtype, group, group * -(-num_tokens // num_seqs), most
+        ):
+            units = num_tokens * group // config.rows + num_seqs
+            splits = options.num_splits
+            if splits is None:
+                enough = max_blocks * call.k_pages.shape[2] // MIN_SHARE
+                splits = max(1, min(info.num_sms * config.resident // (num_seqs * options.num_kv_heads), enough))
+            launches.append((config, units, splits))
         for name in ("seq_lens", "query_start_loc", "block_tables"):
             p[name] = self.launcher.pointer(getattr(call, name))
         p["table_row"] = p["max_blocks"] = max_blocks
-        p["num_seqs"], p["splits"] = num_seqs, splits
-        states = units * splits * options.num_kv_heads * rows
+        p["num_seqs"] = num_seqs
+        states = options.num_kv_heads * max(units * splits * config.rows for config, units, splits in launches)
         p["partials"], p["partial_states"], p["tickets"] = self._stream_workspace().reserve(
-            states, options.head_dim, units * options.num_kv_heads
+            states, options.head_dim, options.num_kv_heads * max(units for _, units, _ in launches)
         )
-        return config, units * splits
+        return launches
 
     def _describe(self, call: Attention, p: Any) -> int:
         """Fill in the arrays and options of the call. Returns the widest access to pages that all addresses allow, in bytes."""
@@ -346,12 +368,11 @@ class Backend:
         p["scale"], p["softcap"] = call.scale, call.softcap or 0.0
         return power_of_two(int(p["k"]), int(p["v"]), head_dim * call.k_pages.itemsize, *strides)
 
-    def _decode(
-        self, config: DecodeConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
+    def _kernel(
+        self, config: KernelConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
     ) -> Any:
-        return self.launcher.get(
-            "decode", "decode.cu", decode_defines(config, vec, planned, softcap, alibi), config.shared_bytes
-        )
+        defines = decode_defines(config, vec, planned, softcap, alibi)
+        return self.launcher.get(config.kernel, config.kernel + ".cu", defines, config.shared_bytes)
 
     def _work(self, plan: Plan, options: PlanOptions) -> DeviceWork:
         """The plan's work on this device; made at the first call that needs it."""

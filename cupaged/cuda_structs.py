@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array, numpy_dtype
-from .decode_work import DecodeConfig
+from .kernel_config import MANY, KernelConfig
 from .kernels import CUDA_TYPES
 
 _PTR, _I64, _I32, _F32 = np.uint64, np.int64, np.int32, np.float32
@@ -46,7 +46,7 @@ MERGE = _struct(
     (_I32, "parts", "heads", "head_dim", "padding"),
 )
 
-DECODE = _struct(
+ATTENTION = _struct(
     (_PTR, "k", "v"), (_I64, "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"),
     (_PTR, "block_tables"), (_I64, "table_row"), (_I32, "max_blocks", "num_blocks", "block_size"), (np.uint32, "magic"),
     (_I32, "shift", "padding"),
@@ -65,12 +65,15 @@ CLASSIC = _struct(
 )  # fmt: skip
 
 
-def decode_defines(config: DecodeConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:
-    """The constants of decode.cu; `vec` is the width of an access to pages in bytes."""
-    return {
+def decode_defines(config: KernelConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:
+    """The constants of an attention kernel; `vec` is the width of an access to pages in bytes."""
+    defines: dict[str, int | str] = {
         **dict(config.defines), "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap), "kAlibi": int(alibi),
-        "kParamsBytes": DECODE.itemsize,
+        "kParamsBytes": ATTENTION.itemsize,
     }  # fmt: skip
+    if config.kernel != "decode":  # a plan has chosen already
+        defines["kFewestRows"], defines["kMostRows"] = (0, MANY) if planned else config.takes
+    return defines
 
 
 def write_defines(

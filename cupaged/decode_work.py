@@ -1,80 +1,22 @@
-"""What one step's attention needs on the device: how the decode kernel is specialised, and the buffers that hold its work.
+"""What one step's attention needs on the device: the buffers that hold its work.
 
-`DecodeConfig` follows from shapes and the device alone. `DeviceWork` holds lengths, tables, slots and the schedule of one step in
-one device buffer, filled by one copy from pinned memory; with bounds the buffer is large enough for any step within them, so that
-a captured graph finds later steps' values at the same addresses.
+`DeviceWork` holds lengths, tables, slots and the schedules of one step in one device buffer, filled by one copy from pinned memory;
+with bounds the buffer is large enough for any step within them, so that a captured graph finds later steps' values at the same
+addresses.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array, numpy_dtype
-from .kernels import CUDA_TYPES
-from .launcher import DeviceInfo, Launcher
+from .arrays import Array
+from .kernel_config import FEW_ROWS, KernelConfig, attention_kernels
+from .launcher import Launcher
 from .plan import Bounds, Plan, PlanOptions
 from .schedule import Schedule, make_schedule
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """Tile sizes of decode.cu. `tile` and `warps` do not depend on `rows`, so neither do the bits of a row."""
-
-    rows: int  # packed query rows of a unit
-    tile: int  # tokens a warp takes at once
-    warps: int
-    shared_bytes: int
-    resident: int  # blocks that one multiprocessor holds
-    defines: tuple[tuple[str, int | str], ...]
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-
-def most_rows(head_dim: int) -> int:
-    """How many packed rows of float32 sums a warp keeps in registers: 64 values a lane."""
-    return 8 if head_dim > 128 else 16
-
-
-def rows_for(head_dim: int, group: int, num_queries: int) -> int:
-    """Rows of a unit for sequences of at most `num_queries` query rows: a power of two."""
-    return min(1 << max(group * num_queries - 1, 0).bit_length(), most_rows(head_dim))
-
-
-@cache
-def decode_config(info: DeviceInfo, head_dim: int, dtype: str, kv_dtype: str, rows: int) -> DecodeConfig:
-    """The constants of decode.cu and what they cost; decode.cu asserts `kSharedBytes`."""
-    item = numpy_dtype(kv_dtype).itemsize
-    tile = 32
-    while tile > 8 and 2 * tile * head_dim * item > 8192:
-        tile //= 2
-    warps = 4
-    while warps > 1 and _shared_bytes(head_dim, item, most_rows(head_dim), tile, warps) > info.shared_per_block:
-        warps //= 2
-    shared = _shared_bytes(head_dim, item, rows, tile, warps)
-    elements = 4 if head_dim >= 128 else 2
-    sums = rows * -(-head_dim // (32 * elements)) * elements
-    by_registers = 3 if sums <= 32 else 2  # decode.cu's kMinBlocks
-    resident = max(1, min(by_registers, info.shared_per_sm // (shared + 1024)))  # the system takes 1 KiB a block
-    defines: dict[str, int | str] = {
-        "kHeadDim": head_dim, "kQueryType": CUDA_TYPES[dtype], "kCacheType": CUDA_TYPES[kv_dtype],
-        "kRows": rows, "kTokens": tile, "kWarps": warps, "kSharedBytes": shared,
-    }  # fmt: skip
-    return DecodeConfig(rows, tile, warps, shared, resident, tuple(defines.items()))
-
-
-def _shared_bytes(head_dim: int, item: int, rows: int, tile: int, warps: int) -> int:
-    row = ((head_dim * item + 15) // 16 | 1) * 16
-    stage = max(2 * tile * row, rows * head_dim * 4)
-    row_floats = rows if rows <= 2 else (rows // 4 | 1) * 4
-    warp = stage + -(-tile * row_floats * 4 // 16) * 16
-    fixed = rows * head_dim * 4 + rows * 16 + warps * rows * 8 + 16
-    return -(-fixed // 128) * 128 + warps * warp
 
 
 class PinnedRing:
@@ -105,42 +47,73 @@ class PinnedRing:
         self._next = (self._next + 1) % len(self._buffers)
 
 
-class DeviceWork:
-    """One plan's metadata and schedule on one device, for one set of options.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The sequences that one kernel takes: one launch."""
 
-    Sections of the buffer, in order: share_start, seq_lens, query_start_loc, units, items, slot_mapping, block_tables; each
-    aligned to 16 bytes. Tables come last, so that a copy ends with the last row in use.
+    config: KernelConfig
+    sizes: _Sizes
+    shares: int  # blocks per KV head
+    offsets: dict[str, int]  # of its sections in the buffer: share_start, units, items
+
+    @property
+    def states_per_head(self) -> int:
+        """Partial rows of one KV head."""
+        return self.sizes.partials * self.config.rows
+
+
+class DeviceWork:
+    """One plan's metadata and schedules on one device, for one set of options.
+
+    Sections of the buffer, in order: seq_lens, query_start_loc, per part (share_start, units, items), slot_mapping, block_tables;
+    each aligned to 16 bytes. Tables come last, so that a copy ends with the last row in use.
     """
 
     def __init__(self, launcher: Launcher, ring: PinnedRing, plan: Plan, options: PlanOptions) -> None:
         self._launcher, self._ring = launcher, ring
         self.options, self.bounds = options, plan.bounds
-        group = options.num_heads // options.num_kv_heads
+        self._group = options.num_heads // options.num_kv_heads
+        kernels = self._kernels(plan)
+        self._capacity = [max(1, launcher.info.num_sms * c.resident // options.num_kv_heads) for c in kernels]
+        schedules = [self._schedule(plan, c, n) for c, n in zip(kernels, self._capacity, strict=True)]
+        sizes = [self._sizes(plan, *each) for each in zip(kernels, self._capacity, schedules, strict=True)]
+        self.sizes = sizes[0]  # what does not differ between parts
+        self.offsets, part_offsets, num_bytes = _layout(sizes)
+        self.parts = tuple(
+            Part(config, size, size.shares, offsets)
+            for config, size, offsets in zip(kernels, sizes, part_offsets, strict=True)
+        )
+        self.buffer = launcher.empty((num_bytes + 16,), np.uint8)  # no section is empty at the very end
+        self._base = launcher.pointer(self.buffer)
+        # Launches follow one another and leave the tickets at 0: they share a workspace.
+        self.num_states = options.num_kv_heads * max(part.states_per_head for part in self.parts)
+        self.num_tickets = options.num_kv_heads * max(part.sizes.units for part in self.parts)
+        self.workspace: Any = None  # of this work alone; None: the stream's
+        self._fill(plan, schedules)
+
+    def _kernels(self, plan: Plan) -> tuple[KernelConfig, ...]:
+        """The kernels that the plan's sequences need; with bounds, that any step within them may need."""
+        o, info = self.options, self._launcher.info
         if self.bounds is not None:
             most = 1 if self.bounds.max_tokens == self.bounds.max_seqs else self.bounds.max_tokens
-        else:
-            most = int(np.diff(plan.query_start_loc).max(initial=1))
-        rows = rows_for(options.head_dim, group, most)
-        self.config = decode_config(launcher.info, options.head_dim, options.dtype, options.kv_dtype, rows)
-        self.capacity = max(
-            1, launcher.info.num_sms * self.config.resident // options.num_kv_heads
-        )  # shares of a KV head
-        self._group = group
-        schedule = self._schedule(plan)
+            few = -(-self.bounds.max_tokens // max(self.bounds.max_seqs, 1))
+            return attention_kernels(
+                info, o.head_dim, o.dtype, o.kv_dtype, self._group, few * self._group, most * self._group
+            )
+        packed = np.diff(plan.query_start_loc) * self._group
+        few = int(packed[packed <= FEW_ROWS].max(initial=1))
+        kernels = attention_kernels(info, o.head_dim, o.dtype, o.kv_dtype, self._group, few, int(packed.max(initial=1)))
+        needed = [c for c in kernels if ((packed >= max(c.takes[0], 1)) & (packed <= c.takes[1])).any()]
+        return tuple(needed) or kernels[:1]  # one launch even for no work: it clears padding
+
+    def _sizes(self, plan: Plan, config: KernelConfig, capacity: int, schedule: Schedule) -> _Sizes:
         if self.bounds is None:
-            sizes = _Sizes.of(plan, schedule)
-        else:
-            sizes = _Sizes.bound(self.bounds, group, rows, self.capacity, options.num_splits)
-        self.sizes = sizes
-        self.offsets, num_bytes = sizes.layout()
-        self.buffer = launcher.empty((num_bytes + 16,), np.uint8)  # no section is empty at the very end
-        base = launcher.pointer(self.buffer)
-        self.addresses = {name: base + offset for name, offset in self.offsets.items()}
-        self.shares = self.capacity if self.bounds is not None else len(schedule.share_start) - 1
-        self.num_states = sizes.partials * options.num_kv_heads * rows  # partial rows
-        self.num_tickets = sizes.units * options.num_kv_heads
-        self.workspace: Any = None  # of this work alone; None: the stream's
-        self._fill(plan, schedule)
+            return _Sizes.of(plan, schedule)
+        return _Sizes.bound(self.bounds, self._group, config.rows, capacity, self.options.num_splits)
+
+    def address(self, section: str, part: Part | None = None) -> int:
+        """Where a section of the buffer begins."""
+        return self._base + (self.offsets if part is None else part.offsets)[section]
 
     @property
     def slot_mapping(self) -> Array:
@@ -150,34 +123,36 @@ class DeviceWork:
 
     def update(self, plan: Plan) -> None:
         """Refill the buffer on the current stream for the plan's present metadata, which lie within the bounds."""
-        self._fill(plan, self._schedule(plan))
+        kernels = (part.config for part in self.parts)
+        self._fill(plan, [self._schedule(plan, c, n) for c, n in zip(kernels, self._capacity, strict=True)])
 
-    def _schedule(self, plan: Plan) -> Schedule:
+    def _schedule(self, plan: Plan, config: KernelConfig, shares: int) -> Schedule:
         o = self.options
         return make_schedule(
-            plan.seq_lens, plan.query_start_loc, group=self._group, rows=self.config.rows, tile=self.config.tile,
-            shares=self.capacity, causal=o.causal, window=o.window, chunk=o.chunk, num_splits=o.num_splits,
+            plan.seq_lens, plan.query_start_loc, group=self._group, rows=config.rows, tile=config.tile, shares=shares,
+            causal=o.causal, window=o.window, chunk=o.chunk, num_splits=o.num_splits, takes=config.takes,
         )  # fmt: skip
 
-    def _fill(self, plan: Plan, schedule: Schedule) -> None:
+    def _fill(self, plan: Plan, schedules: list[Schedule]) -> None:
         sizes, offsets = self.sizes, self.offsets
         n = len(plan.seq_lens)
         columns = min(plan.block_tables.shape[1], sizes.columns)
         end = offsets["block_tables"] + 4 * n * sizes.columns
         staged = self._ring.stage(end)
 
-        def put(name: str, values: Array, room: int, filler: int) -> None:
-            section = staged[offsets[name] : offsets[name] + room * values.itemsize].view(values.dtype)
+        def put(offset: int, values: Array, room: int, filler: int) -> None:
+            section = staged[offset : offset + room * values.itemsize].view(values.dtype)
             section[: values.size] = values.reshape(-1)
             section[values.size :] = filler
 
-        put("share_start", schedule.share_start, sizes.shares + 1, len(schedule.items))
-        put("seq_lens", plan.seq_lens, sizes.seqs, 0)
-        put("query_start_loc", plan.query_start_loc, sizes.seqs + 1, int(plan.query_start_loc[-1]))
-        put("units", schedule.units, 4 * len(schedule.units), 0)
-        put("items", schedule.items, 4 * len(schedule.items), 0)
+        put(offsets["seq_lens"], plan.seq_lens, sizes.seqs, 0)
+        put(offsets["query_start_loc"], plan.query_start_loc, sizes.seqs + 1, int(plan.query_start_loc[-1]))
+        for part, schedule in zip(self.parts, schedules, strict=True):
+            put(part.offsets["share_start"], schedule.share_start, part.shares + 1, len(schedule.items))
+            put(part.offsets["units"], schedule.units, 4 * len(schedule.units), 0)
+            put(part.offsets["items"], schedule.items, 4 * len(schedule.items), 0)
         slots = np.empty(0, np.int64) if plan.slot_mapping is None else plan.slot_mapping
-        put("slot_mapping", slots, sizes.slots, -1)
+        put(offsets["slot_mapping"], slots, sizes.slots, -1)
         tables = staged[offsets["block_tables"] : end].view(np.int32).reshape(n, sizes.columns)
         tables[:, :columns] = plan.block_tables[:, :columns]
         self._ring.send(self.buffer, end)
@@ -214,18 +189,22 @@ class _Sizes:
             partials=2 * shares if num_splits is None else items, slots=bounds.max_tokens, columns=bounds.max_blocks,
         )  # fmt: skip
 
-    def layout(self) -> tuple[dict[str, int], int]:
-        """Byte offset of each section, and the size of the whole."""
-        offset, offsets = 0, {}
-        for name, num_bytes in (
-            ("share_start", 4 * (self.shares + 1)),
-            ("seq_lens", 4 * self.seqs),
-            ("query_start_loc", 4 * (self.seqs + 1)),
-            ("units", 16 * self.units),
-            ("items", 16 * self.items),
-            ("slot_mapping", 8 * self.slots),
-            ("block_tables", 4 * self.seqs * self.columns),
-        ):
-            offsets[name] = offset
-            offset += -(-num_bytes // 16) * 16
-        return offsets, offset
+
+def _layout(parts: list[_Sizes]) -> tuple[dict[str, int], list[dict[str, int]], int]:
+    """Byte offset of each section, of each section of the parts, and the size of the whole."""
+    end = 0
+
+    def place(num_bytes: int) -> int:
+        nonlocal end
+        start, end = end, end + -(-num_bytes // 16) * 16
+        return start
+
+    first = parts[0]
+    offsets = {"seq_lens": place(4 * first.seqs), "query_start_loc": place(4 * (first.seqs + 1))}
+    part_offsets = [
+        {"share_start": place(4 * (s.shares + 1)), "units": place(16 * s.units), "items": place(16 * s.items)}
+        for s in parts
+    ]
+    offsets["slot_mapping"] = place(8 * first.slots)
+    offsets["block_tables"] = place(4 * first.seqs * first.columns)
+    return offsets, part_offsets, end

@@ -41,16 +41,20 @@ def make_schedule(
     window: int | None = None,
     chunk: int | None = None,
     num_splits: int | None = None,
+    takes: tuple[int, int] | None = None,
 ) -> Schedule:
     """Cut one step's work into at most `shares` equal shares.
 
     Packed row `r * group + g` of a sequence is query row r for head g of a KV head's group; a unit is `rows` of them. Keys that no
     row of a unit may see are not part of it. With `num_splits`, a sequence's keys are cut at edges that follow from its own length
-    alone; the pieces are dealt out whole.
+    alone; the pieces are dealt out whole. `takes`: fewest and most packed rows of the sequences that count, others are left out.
     """
     lens, starts = seq_lens.astype(np.int64), query_start_loc.astype(np.int64)
     num_queries = np.diff(starts)
-    sequence, row = _units(num_queries * group, rows)
+    packed = num_queries * group
+    if takes is not None:
+        packed = np.where((packed >= takes[0]) & (packed <= takes[1]), packed, 0)
+    sequence, row = _units(packed, rows)
     # positions of the first and last query row of each unit
     before = lens - num_queries
     first_row = before[sequence] + row // group

@@ -1,7 +1,8 @@
 """Cases for attention over paged caches, the same for every backend, and the tolerance they are judged by.
 
 A case holds random arrays in a pool whose unused memory is poisoned, with tables whose unused entries are garbage. The expected
-values are the float64 oracle's. The tolerance is three times the error of plain float32 NumPy on the same inputs.
+values are the float64 oracle's. The tolerance is three times the error of plain float32 NumPy on the same inputs, or of NumPy doing
+what tensor cores do.
 """
 
 from __future__ import annotations
@@ -59,14 +60,15 @@ def poison_code(poison: float, kv_dtype: str | None, dtype: np.dtype) -> Any:
     return np.asarray(poison).astype(dtype)[()]
 
 
-def tolerance(case: Case, out: np.ndarray, lse: np.ndarray) -> tuple[float, float]:
+def tolerance(case: Case, out: np.ndarray, lse: np.ndarray, tensor_cores: bool = False) -> tuple[float, float]:
     """What an implementation in float32 may differ by from the oracle's `out` and `lse`: three times plain NumPy's error.
 
     Plain NumPy sums in several orders, since one order's error is a single draw. To this comes the rounding of the result itself.
+    With `tensor_cores` and 16-bit queries NumPy rounds probabilities to 16 bits and cuts partial sums as tensor cores do.
     """
     worst_out = worst_lse = 0.0
     for order in range(3):
-        got_out, got_lse = float32_attention(case, order)
+        got_out, got_lse = float32_attention(case, order, tensor_cores and case.q.itemsize == 2)
         worst_out = max(worst_out, _gap(got_out.astype(case.q.dtype), out))
         worst_lse = max(worst_lse, _gap(got_lse, lse))
     eps = float(np.finfo(np.float32).eps)
@@ -75,10 +77,25 @@ def tolerance(case: Case, out: np.ndarray, lse: np.ndarray) -> tuple[float, floa
     return 3 * worst_out + 2 * eps * magnitude, 3 * worst_lse + 2 * eps * float(finite.max(initial=1.0))
 
 
-def float32_attention(case: Case, order: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`a @ b` in float32 as tensor cores were measured to do it: runs of 8 products are added exactly and cut toward zero.
+
+    Source: Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores" (2021).
+    """
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for k in range(0, a.shape[1], 8):
+        exact = total + a[:, k : k + 8].astype(np.float64) @ b[k : k + 8].astype(np.float64)
+        total = exact.astype(np.float32)
+        total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
+    return total
+
+
+def float32_attention(case: Case, order: int, tensor_cores: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """The oracle's formula in float32, head_dim and keys summed in the `order`-th of several orders."""
     o = case.options
     f32 = np.float32
+    product = cut_product if tensor_cores else np.matmul
+    fp8 = o["kv_dtype"] in FP8_DTYPES
     starts = o["query_start_loc"] if o["query_start_loc"] is not None else np.arange(len(case.seq_lens) + 1)
     num_heads, head_dim = case.q.shape[1:]
     scale = f32(head_dim**-0.5 if o["scale"] is None else o["scale"])
@@ -100,7 +117,7 @@ def float32_attention(case: Case, order: int) -> tuple[np.ndarray, np.ndarray]:
             kh, vh = k[keys, h // group].astype(f32), v[keys, h // group].astype(f32)
             seen = mask.any(axis=0)[keys, None]
             kh, vh = np.where(seen, kh, f32(0)), np.where(seen, vh, f32(0))
-            s = (case.q[a:b, h].astype(f32)[:, shuffle] @ kh[:, shuffle].T) * scale
+            s = product(case.q[a:b, h].astype(f32)[:, shuffle], kh[:, shuffle].T) * scale
             if o["softcap"] is not None:
                 s = f32(o["softcap"]) * np.tanh(s / f32(o["softcap"]))
             if o["alibi_slopes"] is not None:
@@ -111,7 +128,9 @@ def float32_attention(case: Case, order: int) -> tuple[np.ndarray, np.ndarray]:
             total = p.sum(axis=1)
             with np.errstate(divide="ignore"):
                 lse[a:b, h] = top + np.log(total)
-            out[a:b, h] = (p @ vh) / np.where(total > 0, total, f32(1))[:, None]
+            if tensor_cores:
+                p = p.astype(np.float16 if fp8 else case.q.dtype).astype(f32)
+            out[a:b, h] = product(p, vh) / np.where(total > 0, total, f32(1))[:, None]
     return reference.apply_sinks(out, lse, o["sinks"]).astype(f32), lse
 
 
@@ -120,10 +139,10 @@ def _gap(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(got.astype(np.float64)[both] - expected[both]).max(initial=0.0))
 
 
-def assert_close(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
+def assert_close(case: Case, out: np.ndarray, lse: np.ndarray, tensor_cores: bool = False) -> None:
     """`out` and `lse` equal the oracle's within the tolerance; rows that see nothing are exactly 0 and -inf."""
     expected_out, expected_lse = case.oracle()
-    tol_out, tol_lse = tolerance(case, expected_out, expected_lse)
+    tol_out, tol_lse = tolerance(case, expected_out, expected_lse, tensor_cores)
     out64 = np.asarray(out).astype(np.float64)
     empty = expected_lse == -np.inf
     assert np.isfinite(out64).all(), "an output is not finite"

@@ -26,6 +26,11 @@ class Device:
     block_sizes: tuple[int, ...] = (1, 3, 4, 8, 16, 24)
     groups: tuple[int, ...] = (1, 2, 3, 5, 7, 8, 16, 17)
 
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether 16-bit queries are multiplied on tensor cores."""
+        return self.name in ("simt", "cuda")
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Send the calls inside to this backend."""

@@ -28,7 +28,7 @@ def test_paged_equals_dense(device: Device) -> None:
     @settings(max_examples=device.examples)
     @given(behaviour.cases(head_dims=device.head_dims, block_sizes=device.block_sizes, groups=device.groups))
     def check(case: behaviour.Case) -> None:
-        assert_close(case, *run(device, case))
+        assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
 
     check()
 
@@ -135,7 +135,7 @@ def test_any_number_of_splits_gives_the_same_result(device: Device, rng: np.rand
     case = make_case(rng, seq_lens=[130, 1, 64], sinks=np.array([0.5, -1, 2, 0], np.float32))
     for num_splits in (None, 1, 2, 3, 7, 200):
         case.options["num_splits"] = num_splits
-        assert_close(case, *run(device, case))
+        assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
 
 
 def test_scales_act_in_decode_and_prefill_alike(device: Device, rng: np.random.Generator) -> None:
@@ -145,7 +145,7 @@ def test_scales_act_in_decode_and_prefill_alike(device: Device, rng: np.random.G
             case = make_case(
                 rng, seq_lens=[20, 11], query_lens=query_lens, kv_dtype=kv_dtype, dtype="float16", **scales
             )
-            assert_close(case, *run(device, case))
+            assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
 
 
 def test_k_and_v_strides_are_each_their_own(device: Device, rng: np.random.Generator) -> None:
@@ -182,7 +182,7 @@ def test_offsets_past_32_bits(device: Device, rng: np.random.Generator) -> None:
     case = behaviour.Case(
         q, k_cache, v_cache, np.array([[1, 0]], np.int32), np.array([7], np.int32), make_case(rng, seq_lens=[1]).options
     )
-    assert_close(case, *run(device, case))
+    assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import cupaged
 from cupaged import reference
-from cupaged.decode_work import _Sizes, most_rows, rows_for
+from cupaged.decode_work import _Sizes
+from cupaged.kernel_config import most_rows, rows_for
 from cupaged.plan import Bounds
 from cupaged.schedule import MIN_SHARE, Schedule, make_schedule
 

@@ -1,0 +1,131 @@
+// Paged attention of few rows on tensor cores: decode, verify, any group size, any block size, head_dim a multiple of 8 up to 256.
+//
+// What       out = softmax(scale Q K^T) V over a paged cache of 16-bit or fp8 pages, with every mask and option of the numerics
+//            contract. Made for memory: keys and values of an item move once from global to shared memory, for all its rows.
+// Layout     q, out [num_tokens, num_heads, head_dim]; pages by strides (paged_kv.cuh); work items and partials as in work.cuh.
+// Threads    A warp owns every kWarps-th tile of kTokens tokens, counted from token 0, with its own ring of kStages tiles, its own
+//            cp.async groups and its own softmax states, so warps never wait for one another inside an item. Lane t fetches the
+//            page id of token t of a tile one tile before its copies, and forms its 64-bit offsets; the lanes that copy a piece of
+//            that row get them by shuffles. The arithmetic of a tile is mma_tile.cuh's. At the end the warps' states are merged in
+//            warp order.
+// Shared     queries [kRows] | row bounds | softmax scales | states [kWarps][kRows] | per warp kStages x (K tile, V tile). With
+//            head_dim 128, 16-bit pages, 8 rows, 16 tokens, 3 stages and 4 warps: 8 * 272 + 8 * 16 + 8 * 4 + 32 * 8 + 16 = 2608, at
+//            2688 the tiles, 4 * 3 * 2 * 16 * 272 = 104,448 bytes; 64 KiB of keys and values are then in flight per block.
+// Not here   Rows in more than two tiles of 8 (prefill.cu), float32 and sm_75 (decode.cu).
+#include "mma_tile.cuh"
+
+struct Shared {
+  TokenRows token_rows[kWarps * kTokens];
+  unsigned char queries[kRows * kQueryRowBytes];
+  Row rows[kRows];
+  float scales[kRows];
+  SoftmaxState states[kWarps * kRows];
+  int last_of_unit[4];
+};
+constexpr int kStageOffset = (sizeof(Shared) + 127) / 128 * 128;
+constexpr int kRingBytes = kStages * 2 * kTileBytes;  // of a warp
+constexpr int kLeftBytes = kRows * kSumFloats * 4;    // a warp leaves its sums where its ring was
+constexpr int kWarpBytes = kRingBytes > kLeftBytes ? kRingBytes : kLeftBytes;
+constexpr int kPages = (kTokens + 31) / 32;  // that a lane fetches for a tile
+static_assert(kRows == 8 * kRowTiles, "a warp has all rows");
+static_assert(kStageOffset + kWarps * kWarpBytes == kSharedBytes, "the host asks for another size");
+
+__device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(smem); }
+
+// A warp's share of the task's keys.
+__device__ __forceinline__ void attend(const Params& p, const Task& task, const Query& query, RowState& state, Sums& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned char* ring = smem + kStageOffset + warp * kWarpBytes;
+  const SharedAddress ring_address = shared_address(ring);
+  TokenRows* token_rows = shared().token_rows + warp * kTokens;
+  const unsigned char* k_base = p.kv.k + task.head * p.kv.k_head;
+  const unsigned char* v_base = p.kv.v + task.head * p.kv.v_head;
+
+  // Tiles are counted from token 0 and dealt to warps by number, so a row's sums do not depend on where an item begins.
+  int tile = task.first / kTokens;
+  tile += (warp - tile) & (kWarps - 1);
+  const int end = (task.last + kTokens - 1) / kTokens;
+
+  int pages[kPages];
+  auto fetch_pages = [&](int t) {
+#pragma unroll
+    for (int i = 0; i < kPages; ++i) {
+      const int at = i * 32 + lane, token = t * kTokens + at;
+      pages[i] =
+          (kTokens % 32 == 0 || at < kTokens) && token >= task.first && token < task.last ? p.kv.page(task.sequence, token) : -1;
+    }
+  };
+  auto load = [&](int t, int stage) {  // a tile whose pages were fetched; returns which tokens have memory
+    Mask mapped = 0;
+#pragma unroll
+    for (int i = 0; i < kPages; ++i) mapped |= Mask(__ballot_sync(kAllLanes, pages[i] >= 0)) << i * 32;
+    if (t < end) {
+#pragma unroll
+      for (int i = 0; i < kPages; ++i) {
+        const int at = i * 32 + lane, token = t * kTokens + at;
+        const unsigned slot = token - p.kv.block_of(token) * p.kv.block_size;
+        const unsigned block = max(pages[i], 0);  // an address even where nothing is read
+        const TokenRows rows = {k_base + block * p.kv.k_block + slot * p.kv.k_slot,
+                                v_base + block * p.kv.v_block + slot * p.kv.v_slot};
+        if (kTokens % 32 == 0 || at < kTokens) store_as(token_rows + at, rows);
+      }
+      __syncwarp();
+      unsigned char* to = ring + stage * 2 * kTileBytes;
+      if (mapped == kFull) {
+        copy_tile<32, true>(to, token_rows, mapped);
+      } else {
+        copy_tile<32, false>(to, token_rows, mapped);
+      }
+    }
+    cp_async_commit();
+    return mapped;
+  };
+
+  // The copies of a tile are issued kStages - 1 rounds before its turn; the first rounds only copy.
+  Mask mapped[kStages] = {};  // of the tiles in the ring, oldest first
+  int stage = 1;
+  fetch_pages(tile);
+  for (int t = tile - (kStages - 1) * kWarps; t < end; t += kWarps) {
+    cp_async_wait<kStages - 2>();
+    __syncwarp();  // tile t is there, and the one before it is no longer read
+    mapped[kStages - 1] = load(t + (kStages - 1) * kWarps, stage == 0 ? kStages - 1 : stage - 1);
+    fetch_pages(t + kStages * kWarps);
+    if (t >= tile) {
+      const int start = t * kTokens;
+      const bool clean = mapped[0] == kFull && start >= task.clean_lo && start + kTokens <= task.clean_hi;
+      attend_tile(p, ring_address + stage * 2 * kTileBytes, query, shared().rows, start, clean, mapped[0], state, sums);
+    }
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) mapped[i] = mapped[i + 1];
+  }
+  cp_async_wait<0>();
+}
+
+__device__ __forceinline__ void run(const Params& p, int head, const Item& item, const Unit& unit) {
+  const int warp = threadIdx.x / 32;
+  const Task task = make_task(p, head, item, unit);
+  __syncthreads();  // the previous item's shared memory is no longer read
+  load_queries<kRows / kWarps, kWarps>(p, task, shared().queries, shared().scales, warp);
+  load_rows(p, task, shared().rows);
+  for (int w = 0; w < kWarps; ++w) clear_row_ends<kStages>(smem + kStageOffset + w * kWarpBytes);
+  __syncthreads();
+
+  Query query;
+  RowState state;
+  Sums sums;
+  query.open(shared().queries);
+  reset(shared().scales, state, sums);
+  if (task.first < task.last) attend(p, task, query, state, sums);
+
+  float* left = reinterpret_cast<float*>(smem + kStageOffset);
+  __syncwarp();
+  leave(state, sums, shared().states + warp * kRows, left + warp * (kWarpBytes / 4));
+  finish_task<kWarps>(p, task, item, unit, shared().states, left, kWarpBytes / 4, kSumFloats, kCodeFactor, shared().last_of_unit);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads) decode_mma(const Params p) {
+  const int head = blockIdx.y;
+  clear_padding(p, head);
+  for_each_item(p, [&](const Item& item, const Unit& unit) { run(p, head, item, unit); });
+}

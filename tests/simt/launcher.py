@@ -27,8 +27,8 @@ from .worker import Worker
 
 Array = np.ndarray[Any, Any]
 
-# name: (dynamic shared memory per block, per multiprocessor, multiprocessors, threads per multiprocessor, L2 bytes)
 _KIB = 1024
+# Limits from the CUDA C++ Programming Guide, "Compute Capabilities"; multiprocessors and L2 of one chip of each.
 DEVICES = {
     75: DeviceInfo("simt sm_75", 75, 40, 64 * _KIB, 64 * _KIB, 4 << 20),
     80: DeviceInfo("simt sm_80", 80, 108, 163 * _KIB, 164 * _KIB, 40 << 20),
@@ -38,7 +38,6 @@ DEVICES = {
     100: DeviceInfo("simt sm_100", 100, 148, 227 * _KIB, 228 * _KIB, 126 << 20),
     120: DeviceInfo("simt sm_120", 120, 170, 99 * _KIB, 100 * _KIB, 96 << 20),
 }
-_THREADS_PER_SM = {75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 
 
 @dataclass
@@ -58,14 +57,16 @@ class SimtLauncher:
     """Runs kernels on the CPU as a device of architecture `arch` would, or says which rule they break.
 
     `seed` fixes the schedule (drawn anew by default, or taken from `CUPAGED_SIMT_SEED`); `model` fixes the errors of approximate
-    instructions, which a schedule must not change. `folder` replaces the package's CUDA sources. `num_sms` shrinks the device.
+    instructions, which a schedule must not change. `kind` is the build (build.py; default "plain", or `CUPAGED_SIMT_KIND`).
+    `copies` says when asynchronous copies land inside a kernel: 0 late, 1 early, 2 at any time, -1 as the seed decides. `folder`
+    replaces the package's CUDA sources, `num_sms` shrinks the device, `traced` counts the cost of accesses in `traffic`.
     """
 
     def __init__(
         self,
         arch: int = 90,
         *,
-        kind: str = "plain",
+        kind: str | None = None,
         seed: int | None = None,
         model: int = 0,
         num_sms: int | None = None,
@@ -78,6 +79,9 @@ class SimtLauncher:
         self.info = DeviceInfo(
             base.name, arch, num_sms or base.num_sms, base.shared_per_block, base.shared_per_sm, base.l2_bytes
         )
+        kind = kind or os.environ.get("CUPAGED_SIMT_KIND", "plain")
+        if kind not in build.KINDS:
+            raise ValueError(f"kind is one of {', '.join(build.KINDS)}; got {kind!r}")
         if traced and kind != "checked":
             raise ValueError(f'traced=True needs kind="checked", which sees every access; got kind="{kind}"')
         self.kind, self.model, self.folder, self.lazy, self.copies = kind, model, folder, lazy, copies
@@ -110,10 +114,6 @@ class SimtLauncher:
 
     def _load(self, kernel: str, text: str, defines: Defines) -> Function:
         return self._machine.load(build.kernel(text, defines, self.info.arch, self.kind), kernel)
-
-    def occupancy(self, function: Function, threads: int, shared_bytes: int) -> int:
-        by_shared = self.info.shared_per_sm // (shared_bytes + _KIB)  # 1 KiB a block is the system's
-        return max(1, min(_THREADS_PER_SM[self.info.arch] // threads, by_shared, 16))
 
     # -------------------------------------------------------------------------------------------------- launches
 

@@ -128,25 +128,26 @@ void land(const Copy& copy) {
 }  // namespace
 
 void land_copies(Fiber* fiber, unsigned first_left) {
-  auto& copies = fiber->copies;
-  auto stays = [=](const Copy& copy) { return copy.group >= first_left; };
-  auto landing = std::stable_partition(copies.begin(), copies.end(), stays);
-  for (auto copy = landing; copy != copies.end(); ++copy) land(*copy);
-  copies.erase(landing, copies.end());
+  unsigned kept = 0;
+  for (unsigned i = 0; i < fiber->num_copies; ++i) {
+    if (fiber->copies[i].group < first_left)
+      land(fiber->copies[i]);
+    else
+      fiber->copies[kept++] = fiber->copies[i];
+  }
+  fiber->num_copies = kept;
 }
 
 void maybe_land_copies(Fiber* fiber) {
-  auto& copies = fiber->copies;
-  if (copies.empty() || run.copies != kAnyTime) return;
-  for (size_t i = 0; i < copies.size();) {
-    if (run.random.below(4)) {
-      ++i;
-    } else {
-      land(copies[i]);
-      copies[i] = copies.back();
-      copies.pop_back();
-    }
+  if (!fiber->num_copies || run.copies != kAnyTime) return;
+  unsigned kept = 0;
+  for (unsigned i = 0; i < fiber->num_copies; ++i) {
+    if (run.random.below(4))
+      fiber->copies[kept++] = fiber->copies[i];
+    else
+      land(fiber->copies[i]);
   }
+  fiber->num_copies = kept;
 }
 
 }  // namespace simt
@@ -185,7 +186,8 @@ void simt_async_copy(void* to, const void* from, unsigned bytes, unsigned valid,
 #if defined(SIMT_CHECKED)
   mark_shared(to, bytes, kInFlight);
 #endif
-  me->copies.push_back(copy);
+  if (me->num_copies == kMaxCopies) simt_fail(file, line, "more than %u cp.async in flight in one thread", kMaxCopies);
+  me->copies[me->num_copies++] = copy;
 }
 
 void simt_async_commit() { ++run.current->committed; }
@@ -224,23 +226,20 @@ void simt_fence() {
 #endif
 }
 
-void simt_atomic_begin(const void* address, unsigned bytes, int acquires, int releases, const char* file, int line) {
-  (void)acquires;
+void simt_atomic_begin(const void* address, unsigned bytes, const char* file, int line) {
   if (uintptr_t(address) & (bytes - 1)) simt_fail(file, line, "misaligned atomic of %u bytes at %p", bytes, address);
-#if defined(SIMT_TSAN)
-  if (releases || run.current->fenced) __tsan_release(const_cast<void*>(address));
-#else
-  (void)releases;
-#endif
 }
 
+// PTX ISA, "Memory Consistency Model": an atomic orders what a fence of the same thread stands before, and what it was followed by
+// in the other thread; .acq_rel needs no fence.
 void simt_atomic_end(const void* address, int acquires, int releases) {
-  (void)releases;
 #if defined(SIMT_TSAN)
-  run.current->observed = address;
+  Fiber* me = run.current;
   if (acquires) __tsan_acquire(const_cast<void*>(address));
+  if (releases || me->fenced) __tsan_release(const_cast<void*>(address));
+  me->observed = address;
 #else
-  (void)address, (void)acquires;
+  (void)address, (void)acquires, (void)releases;
 #endif
 }
 

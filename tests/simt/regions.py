@@ -31,12 +31,10 @@ class Regions:
     def pointer(self, array: Array) -> int:
         """The address of the first element; remembers the bytes from the lowest to the highest element."""
         address = int(array.ctypes.data)
-        if array.size == 0:
-            return address
         owner = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        begin, end = byte_bounds(array)
+        begin, end = byte_bounds(array) if array.size else (address, address)
         known = self._extents.get(address)
         if known is not None and known[2]() is owner:  # two views that begin together: the wider counts
             begin, end = min(begin, known[0]), max(end, known[1])

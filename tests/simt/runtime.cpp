@@ -161,8 +161,7 @@ void reset_fiber(Fiber* fiber, unsigned linear) {
   fiber->index = {linear % simt_block_dim.x, linear / simt_block_dim.x % simt_block_dim.y,
                   linear / (simt_block_dim.x * simt_block_dim.y)};
   fiber->state = kReady;
-  fiber->copies.clear();
-  fiber->committed = 0;
+  fiber->num_copies = fiber->committed = 0;
   fiber->fenced = false;
   fiber->observed = nullptr;
   fiber->epoch = 0;

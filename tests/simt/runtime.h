@@ -55,13 +55,16 @@ struct Copy {  // a cp.async that has not landed
   Site site;
 };
 
+constexpr unsigned kMaxCopies = 512;  // in flight per thread
+
 struct Fiber : SimtThread {
   void* sp;
   void* stack;
   size_t stack_bytes;
   State state;
   Site site;                 // where it waits
-  std::vector<Copy> copies;  // pending, oldest first
+  unsigned num_copies;
+  Copy copies[kMaxCopies];   // pending, oldest first
   unsigned committed;        // groups so far
   unsigned epoch;            // barriers and warp operations so far
   bool fenced;               // a fence since the last barrier

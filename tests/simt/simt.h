@@ -45,7 +45,7 @@ void simt_fail(const char* file, int line, const char* format, ...) __attribute_
 int simt_barrier(int predicate, int reduction, const char* file, int line);  // 0 none, 1 or, 2 and, 3 count
 void simt_warp(int kind, unsigned mask, unsigned detail, void* argument, const char* file, int line);
 void simt_fence();
-void simt_atomic_begin(const void* address, unsigned bytes, int acquires, int releases, const char* file, int line);
+void simt_atomic_begin(const void* address, unsigned bytes, const char* file, int line);
 void simt_atomic_end(const void* address, int acquires, int releases);
 void simt_async_copy(void* to, const void* from, unsigned bytes, unsigned valid, const char* file, int line);
 void simt_async_commit();
@@ -131,7 +131,7 @@ SIMT_INLINE int __all_sync(unsigned mask, int predicate, SIMT_SITE) {
 
 template <bool kAcquire, bool kRelease, class T, class F>
 SIMT_INLINE T simt_atomic(T* address, F update, const char* file, int line) {
-  simt_atomic_begin(address, sizeof(T), kAcquire, kRelease, file, line);
+  simt_atomic_begin(address, sizeof(T), file, line);
   T old = __atomic_load_n(address, __ATOMIC_RELAXED), next = update(old);
   __atomic_store_n(address, next, __ATOMIC_RELAXED);
   simt_atomic_end(address, kAcquire, kRelease);

@@ -56,11 +56,10 @@ class Worker:
         memory = [_memory(begin, end) for begin, end in arrays]
         for (begin, end), bytes_of in zip(arrays, memory, strict=True):
             parts += [struct.pack("=QI", end - begin, begin % 256), bytes_of.tobytes()]
-        pointers = [(region.offset, region.pointer) for region in regions if region.offset >= 0]
-        parts += [struct.pack("I", len(pointers))]
-        for offset, pointer in pointers:
-            index = next(i for i, (begin, end) in enumerate(arrays) if begin <= pointer <= end)
-            parts += [struct.pack("=IIQ", offset, index, pointer - arrays[index][0])]
+        parts += [struct.pack("I", len(regions))]
+        for region in regions:
+            index = next(i for i, (begin, end) in enumerate(arrays) if begin <= region.begin and region.end <= end)
+            parts += [struct.pack("=IIQ", region.offset, index, region.pointer - arrays[index][0])]
         self._send(b"".join(parts))
         failed, length = struct.unpack("iI", self._receive(8))
         message = self._receive(length).decode()

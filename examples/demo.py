@@ -43,6 +43,9 @@ def main() -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     prompt = tokenizer.encode_prompt(PROMPT)
+    start = time.perf_counter()
+    warm_up(model)
+    print(f"kernels ready after {time.perf_counter() - start:.1f} s, compiled or read from the disk\n")
 
     def engine(sequences: int) -> Engine:
         return Engine(model, blocks_to_be_safe(len(prompt), MAX_TOKENS, sequences, BLOCK_SIZE), BLOCK_SIZE)
@@ -69,6 +72,15 @@ def main() -> int:
         }
     )
     return 0
+
+
+def warm_up(model: Llama) -> None:
+    """Compile what decoding needs before it is timed: one token, and a batch, over more than one block."""
+    engine = Engine(model, 3 * len(PROMPTS), BLOCK_SIZE)
+    for request in range(len(PROMPTS)):
+        engine.prefill(request, [1] * (BLOCK_SIZE + 1))
+    for n in (1, len(PROMPTS)):
+        engine.decode(list(range(n)), [1] * n)
 
 
 def answer_batch(model: Llama, tokenizer: Tokenizer) -> Engine:

@@ -96,7 +96,7 @@ def print_samples(
                 if n == 1:
                     print(piece, end="", file=out, flush=True)
     finally:
-        if n == 1:
+        if n == 1 and texts[0]:
             print(streams[0].end(), file=out)
     if n > 1:
         for i, (text, stream) in enumerate(zip(texts, streams, strict=True), 1):

@@ -66,7 +66,7 @@ constexpr int kElems = kHeadDim >= 128 ? 4 : 2;               // of V that a lan
 constexpr int kPieces = (kHeadDim + 32 * kElems - 1) / (32 * kElems);
 constexpr int kRowFloats = kRows <= 2 ? kRows : (kRows / 4 | 1) * 4;  // probabilities of one token
 // Blocks that a multiprocessor shall hold: as many as registers allow without spilling. The host counts on it.
-constexpr int kMinBlocks = kRows * kPieces * kElems <= 32 ? 3 : 2;
+constexpr int kMinBlocks = kRows * (kPieces * kElems + 2) <= 32 ? 3 : 2;
 constexpr int kTileBytes = kTokens * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes > kRows * kHeadDim * 4 ? 2 * kTileBytes : kRows * kHeadDim * 4;
 constexpr int kWarpBytes = kStageBytes + (kTokens * kRowFloats * 4 + 15) / 16 * 16;
@@ -111,8 +111,9 @@ struct WarpState {
 // The rows of one tile, K or V: token t's row from base + offset(t), in kVec-byte accesses, zeros where `mask` has no bit.
 __device__ __forceinline__ void load_tile(unsigned char* tile, const unsigned char* base, long long offset, unsigned mask) {
   constexpr int kChunks = kHeadBytes / kVec;
+  constexpr int kUnroll = kVec < 8 || __CUDA_ARCH__ < 800 ? 4 : 16;  // without cp.async what is in flight takes registers
   const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll kUnroll
   for (int i = 0; i < (kTokens * kChunks + 31) / 32; ++i) {
     const int index = i * 32 + lane;
     const int token = index / kChunks, chunk = index % kChunks;

@@ -28,7 +28,7 @@ RUNTIME_SOURCES = ("runtime.cpp", "memory.cpp", "warp.cpp", "trace.cpp", "hooks.
 RUNTIME_HEADERS = ("simt.h", "simt_ptx.h", "runtime.h")
 KINDS = ("plain", "checked", "asan", "tsan")
 
-_COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-pthread", "-g1", "-w"]
+_COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-pthread", "-g1", "-gdwarf-4", "-w"]
 _KERNEL = {
     # Vector instructions would merge neighbouring accesses, which the checked build wants to see one by one.
     "plain": ["-O1"],
@@ -51,7 +51,7 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__((?:\s|void\b|__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\))+)(\w+)\s*\(([^)]*)\)'
 )
 _BOUNDS = re.compile(r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)")
-_STATIC_SHARED = re.compile(r"^(?!.*\bextern\b).*\b__shared__\b", re.MULTILINE)
+_STATIC_SHARED = re.compile(r"(?:(?<!extern) |[;{}])__shared__ [^;]*;")
 
 
 class BuildError(RuntimeError):
@@ -178,8 +178,8 @@ def _prelude(kind: str) -> Path:
 
 def kernel(text: str, defines: Mapping[str, int | str], arch: int, kind: str = "plain") -> Path:
     """The shared object of the flattened source `text`. Raises BuildError."""
-    if bad := _STATIC_SHARED.search(re.sub(r"//[^\n]*", "", text)):
-        raise BuildError(f"only `extern __shared__` memory is supported: {bad[0].strip()}")
+    if bad := _STATIC_SHARED.search(re.sub(r"\s+", " ", re.sub(r"//[^\n]*", "", text))):
+        raise BuildError(f"only `extern __shared__` memory is supported: {bad[0].strip(' ;{}')}")
     entries = [(match[2], _BOUNDS.search(match[1])) for match in _ENTRY.finditer(text)]
     if not entries:
         raise BuildError('no `extern "C" __global__ void name(const Params p)` in the source')

@@ -73,7 +73,7 @@ def _use_over_time(panel: Any, name: str, outcome: Outcome, figures: Figures, un
     labels, colours = zip(*_KINDS.values(), strict=True)
     panel.stackplot(seconds / scale, *(shares[kind] for kind in _KINDS), labels=labels, colors=colours, linewidth=0)
     panel.set(
-        title=f"{name}\n{figures.useful:.0%} of memory in use is useful",
+        title=f"{name}\n{figures.useful:.0%} of memory in use holds tokens",
         xlabel=unit,
         ylim=(0, 1),
         xlim=(0, seconds[-1] / scale),
@@ -97,14 +97,13 @@ def _waste_by_block_size(panel: Any, figures: dict[str, Figures]) -> None:
             (x, total), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=8,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-    panel.axhline(4, color="#66716f", linewidth=1, linestyle="--")
-    panel.annotate("paper: under 4%", (0, 4), xytext=(-36, 3), textcoords="offset points", fontsize=8, color="#66716f")
+    panel.axhline(4, color="#66716f", linewidth=1, linestyle="--", zorder=0, label="the PagedAttention paper: under 4%")
     panel.set_xticks(range(len(rows)), [str(size) for size in sizes])
     panel.set(
         title="Waste of paging against block size", xlabel="block size (token slots)", ylabel="% of memory in use"
     )
     panel.set_ylim(0, max(5, float(bottom.max(initial=0)) * 1.35))
-    panel.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.93))
+    panel.legend(frameon=False, fontsize=8, loc="upper left")
     panel.spines[["top", "right"]].set_visible(False)
 
 

@@ -8,12 +8,15 @@ from .measures import Figures
 from .policies import CONTIGUOUS, PAGED
 from .traces import Trace
 
-# Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figures 2 and 15 (Alpaca).
+# Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023: figure 2 (ShareGPT), and
+# section 6.3 with figure 15 (blocks saved by sharing, for 2, 4 and 6 sequences: the lowest and the highest of the three).
 PAPER_USEFUL = {"contiguous-max": 0.204, "buddy": 0.268, "oracle": 0.382}
 PAPER_PAGED_WASTE = 0.04
-PAPER_SHARED = {"parallel": (0.061, 0.098), "beam": (0.376, 0.552)}
-PAPER_PROMPTS = 0.32  # share of prompts in the tokens of the ShareGPT workload, which the figures on waste are from
-ALPACA_PROMPTS = 0.25
+PAPER_SHARED = {  # kind -> workload -> range
+    "parallel": {"Alpaca": (0.061, 0.098), "ShareGPT": (0.162, 0.305)},
+    "beam": {"Alpaca": (0.376, 0.552), "ShareGPT": (0.443, 0.663)},
+}
+PAPER_PROMPTS = 0.32  # share of prompts in the tokens of its ShareGPT workload; Alpaca: 0.25
 
 _COLUMNS: tuple[tuple[str, int, Callable[[Figures], str]], ...] = (  # heading, width, how a row shows it
     ("useful", 7, lambda f: f"{f.useful:.1%}"),
@@ -73,9 +76,12 @@ def comparison(trace: Trace, max_length: int, figures: dict[str, Figures]) -> It
     for name, row in figures.items():
         kind = name.split("-")[0]
         if kind in PAPER_SHARED and row.shared is not None:
-            low, high = PAPER_SHARED[kind]
-            yield f"{name}: sharing saves {row.shared:.1%} of all blocks, in the paper {low:.1%} to {high:.1%} for widths of 2 to 6"
-            if row.shared > high and prompts > ALPACA_PROMPTS + 0.05:
-                yield f"    the prompt is shared, and is {prompts:.0%} of a sequence here; in the paper's Alpaca {ALPACA_PROMPTS:.0%}"
-            elif row.shared > high and kind == "beam":
-                yield "    the beams played back are those of a 135M model; the paper's model may part from a common past earlier"
+            ranges = " and ".join(
+                f"{low:.1%} to {high:.1%} ({workload})" for workload, (low, high) in PAPER_SHARED[kind].items()
+            )
+            yield f"{name}: sharing saves {row.shared:.1%} of all blocks, in the paper {ranges} for widths of 2 to 6"
+            if row.shared > PAPER_SHARED[kind]["ShareGPT"][1]:
+                if prompts > PAPER_PROMPTS + 0.1:
+                    yield f"    the prompt is shared, and is {prompts:.0%} of a sequence here; in the paper 25% and {PAPER_PROMPTS:.0%}"
+                elif kind == "beam":
+                    yield "    the beams played back are those of a 135M model; the paper's model may part from a common past earlier"

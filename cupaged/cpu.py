@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from functools import lru_cache
-from typing import Any
+from functools import cache
 
 import numpy as np
 
@@ -24,8 +23,8 @@ except ImportError:
 
 from .cpu_cache import copy_kernel, write_kernel
 from .cpu_decode import decode_kernel
-from .cpu_vector import KV_CODES, call_worker, entry
 from .cpu_prefill import prefill_kernel
+from .cpu_vector import KV_CODES, call_worker, entry
 from .cpu_work import FIELDS, PACKING, SCRATCH_BYTES, kernels_needed, plan
 
 _SERIAL_COST = 1 << 16  # products of a query with a key element; waking threads costs as much as some ten thousand
@@ -59,10 +58,12 @@ class _Workspace(threading.local):
         self.scratch = np.zeros(0, np.uint8)
 
     def room(self, name: str, size: int) -> int:
-        """The address of at least `size` elements, grown to double when too small."""
+        """The address of at least `size` elements, aligned to a cache line; grown to double when too small."""
         array = getattr(self, name)
         if array.size < size:
-            array = np.zeros(max(size, 2 * array.size), array.dtype)
+            spare = 64 // array.itemsize
+            array = np.zeros(max(size, 2 * array.size) + spare, array.dtype)
+            array = array[-address(array) % 64 // array.itemsize :][: array.size - spare]
             setattr(self, name, array)
         return address(array)
 
@@ -75,13 +76,13 @@ def address(x: Array | None) -> int:
     return 0 if x is None else x.ctypes.data
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(kv: int, kernel: int) -> int:
     """The address of a compiled worker."""
     return int((decode_kernel(kv, kernel) if kernel < 5 else prefill_kernel(kv, kernel - 5)).address)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _write_kernel(kind: int, kv: int) -> int:
     return int(write_kernel(kind, kv).address)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numba
@@ -43,7 +43,7 @@ def _view_copy(params: int) -> Any:
     return numba.carray(as_pointer(params), 1, _COPY)
 
 
-@lru_cache(maxsize=None)
+@cache
 def write_kernel(kind: int, kv: int) -> Any:
     """The worker that stores rows of format `kind` in pages of format `kv`, as value / scale."""
     source, size = SOURCE, ITEM_BYTES[kind]
@@ -79,7 +79,7 @@ def write_kernel(kind: int, kv: int) -> Any:
     return worker(write)
 
 
-@lru_cache(maxsize=None)
+@cache
 def copy_kernel() -> Any:
     """The worker that copies whole blocks, each of them one piece of memory."""
     source = SOURCE

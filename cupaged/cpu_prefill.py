@@ -13,18 +13,55 @@ A worker's memory, float32 unless said:
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from .cpu_products import outer
 from .cpu_vector import (
-    READ_FACTOR, WIDTH, add, choose, compiled, divide, exp, fetch_add, fma, load, load_ints, maximum, multiply, peek_float, peek_int,
-    peek_long, poke_float, poke_int, select_finite, splat, splat_int, store, subtract, subtract_int, tanh, to_float, widen_row, within,
+    READ_FACTOR,
+    WIDTH,
+    add,
+    choose,
+    compiled,
+    divide,
+    exp,
+    fetch_add,
+    fma,
+    load,
+    load_ints,
+    maximum,
+    multiply,
+    peek_float,
+    peek_int,
+    peek_long,
+    poke_float,
+    poke_int,
+    select_finite,
+    splat,
+    splat_int,
+    store,
+    subtract,
+    subtract_int,
+    tanh,
+    to_float,
+    widen_row,
+    within,
     worker,
 )  # fmt: skip
 from .cpu_work import (
-    COUNTER, MOST_VECTORS, SCRATCH_BYTES, SOURCE, chunks_of, end_of_keys, find_tile, first_key, read_query, sequence, sequence_of,
-    view, write_result,
+    COUNTER,
+    MOST_VECTORS,
+    SCRATCH_BYTES,
+    SOURCE,
+    chunks_of,
+    end_of_keys,
+    find_tile,
+    first_key,
+    read_query,
+    sequence,
+    sequence_of,
+    view,
+    write_result,
 )  # fmt: skip
 
 KEYS = 96  # tokens of a tile
@@ -118,7 +155,7 @@ def _merge(p: Any, mine: int, partial: int, lanes: int, chunks: int) -> None:
         store(at + SUM, sums)
 
 
-@lru_cache(maxsize=None)
+@cache
 def prefill_kernel(kv: int, shift: int) -> Any:
     """The worker for keys of format `kv` and row tiles of 2 ** shift vectors."""
     source, gain, vectors = SOURCE, READ_FACTOR[kv], 1 << shift
@@ -158,7 +195,7 @@ def prefill_kernel(kv: int, shift: int) -> Any:
             factor = p.scale * peek_float(p.k_scale + 4 * h) * gain
             for j in range(begin, end, KEYS):
                 count = min(KEYS, end - j)
-                holes = find_tile(p, s, h, j, count, mine + KEY_ROWS, mine + VALUE_ROWS, mine + POSITIONS)
+                holes = find_tile(p, s, h, j, count, mine + KEY_ROWS, mine + VALUE_ROWS, mine + POSITIONS, count)
                 for t in range(count):
                     widen_row(kv, peek_long(mine + KEY_ROWS + 8 * t), mine + KEY_TILE + 4 * D * t, D)
                     widen_row(kv, peek_long(mine + VALUE_ROWS + 8 * t), mine + VALUE_TILE + 4 * D * t, D)

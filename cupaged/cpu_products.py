@@ -1,12 +1,11 @@
 """The two products of attention, blocked so that their sums stay in registers; LLVM IR is written out by Python loops.
 
-    few rows   `scores`  S[r, t] = q[r] . K[t]             one vector of sums per (row, token), 16 of them reduced to scores at once
+    few rows   `scores`  S[r, t] = q[r] . K[t]             WIDTH sums at a time, reduced to one vector of scores
                `weigh`   O[r] = alpha[r] O[r] + p[r] V     rows of V are loaded once for all query rows
     many rows  `outer`   C[i] = alpha C[i] + sum_k A[i, k] B[k]   lanes are query rows: S^T = K Q^T and O^T = V^T P^T, no reduction
 
-K and V rows are found through arrays of 64-bit addresses, one per token of a tile of TILE tokens, so a product never sees a page,
-and any stride or block size costs the same. `ahead` holds the addresses of the next tile, prefetched meanwhile: block tables
-scatter pages over memory, where no hardware prefetcher follows.
+K and V rows are found through arrays of 64-bit addresses, one a token, so a product never sees a page, and any stride or block
+size costs the same. Scores of few rows lie in vectors of [row, token]: WIDTH / 4 tokens for 3 or 4 rows, WIDTH / 2 for 2.
 """
 
 from __future__ import annotations
@@ -16,27 +15,28 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cpu_vector import (
+    F32,
     ITEM_BYTES,
     LANES,
-    REGISTERS,
     WIDTH,
     const,
     emit_fma,
     emit_load,
+    emit_maximum,
     emit_shuffle,
     emit_splat,
+    floats,
     int64,
+    ints,
     loop,
     pointer,
 )
 
-TILE = 64  # tokens whose scores are computed before their softmax, few rows
 LINE = 64  # bytes of a cache line
-ACCUMULATORS = max(WIDTH, REGISTERS // 2)
+SUMS = 16 if WIDTH == 16 else 8  # vectors of sums that fit in registers beside their operands
 
 _f32, _i64 = ir.FloatType(), ir.IntType(64)
 
@@ -50,12 +50,9 @@ def _read(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
     return b.load(pointer(b, address, kind), align=4)
 
 
-def _prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    i8, i32 = ir.IntType(8), ir.IntType(32)
-    function = cgutils.get_or_insert_function(
-        b.module, ir.FunctionType(ir.VoidType(), [i8.as_pointer(), i32, i32, i32]), "llvm.prefetch.p0"
-    )
-    b.call(function, [pointer(b, address, i8), *(ir.Constant(i32, x) for x in (0, 3, 1))])
+def tokens_of(rows: int) -> int:
+    """Tokens of a block: a vector of scores is [rows, padded to a power of two; tokens]."""
+    return WIDTH // (1 << (rows - 1).bit_length())
 
 
 def _transposed_sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
@@ -78,19 +75,17 @@ def emit_scores(
     kv: int,
     rows: int,
     q: ir.Value,  # float32 [rows, head_dim]
-    keys: ir.Value,  # int64 [TILE]
-    ahead: ir.Value,  # int64 [TILE]
-    scores: ir.Value,  # float32 [rows, TILE]
+    keys: ir.Value,  # int64 [count, padded to whole blocks]
+    scores: ir.Value,  # float32 [blocks, rows, tokens]: a vector a block of tokens, as `tokens_of(rows)` says
     head_dim: ir.Value,
-    count: ir.Value,  # tokens; scores are written up to the next multiple of a vector
+    count: ir.Value,
 ) -> None:
-    size = ITEM_BYTES[kv]
-    tokens = ACCUMULATORS // (1 << (rows - 1).bit_length())
+    size, tokens = ITEM_BYTES[kv], tokens_of(rows)
     row_bytes = b.mul(head_dim, int64(4))
+    unroll = max(1, LINE // (size * WIDTH))
 
     def block(t: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         k = [_read(b, _at(b, keys, b.add(t, int64(u)), 8), _i64) for u in range(tokens)]
-        following = [_read(b, _at(b, ahead, b.add(t, int64(u)), 8), _i64) for u in range(tokens)]
 
         def add_products(d: ir.Value, sums: list[ir.Value], width: int) -> list[ir.Value]:
             def vector(address: ir.Value, kind: int) -> ir.Value:
@@ -100,54 +95,43 @@ def emit_scores(
             loaded = [vector(_at(b, address, d, size), kv) for address in k]
             result = []
             for r in range(rows):
-                query = vector(_at(b, b.add(q, b.mul(row_bytes, int64(r))), d, 4), 0)
+                query = vector(_at(b, b.add(q, b.mul(row_bytes, int64(r))), d, 4), F32)
                 result += [emit_fma(b, query, x, total) for x, total in zip(loaded, sums[r * tokens :], strict=False)]
             return result
 
         def line(d: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            for address in following:
-                _prefetch(b, _at(b, address, d, size))
-            for part in range(0, LINE // size, WIDTH):
-                sums = add_products(b.add(d, int64(part)), sums, WIDTH)
+            for part in range(unroll):
+                sums = add_products(b.add(d, int64(part * WIDTH)), sums, WIDTH)
             return sums
 
         sums = [const(0.0)] * (rows * tokens)
-        d, sums = loop(b, int64(0), b.sub(head_dim, int64(LINE // size - 1)), LINE // size, sums, line)
-        for width in (WIDTH, 8):
+        step = unroll * WIDTH
+        d, sums = loop(b, int64(0), b.sub(head_dim, int64(step - 1)), step, sums, line)
+        for width in (WIDTH,) * (unroll > 1) + (8,) * (WIDTH > 8):
             stop = b.sub(head_dim, int64(width - 1))
-            if width <= WIDTH and (size < 4 or width < WIDTH):
-                d, sums = loop(b, d, stop, width, sums, lambda d, sums, w=width: add_products(d, sums, w))
-        sums += [const(0.0)] * (ACCUMULATORS - len(sums))
-        piece = min(tokens, WIDTH)
-        for first in range(0, ACCUMULATORS, WIDTH):
-            total = _transposed_sums(b, sums[first : first + WIDTH])
-            for n in range(first, first + WIDTH, piece):
-                row, token = divmod(n, tokens)
-                if row < rows:
-                    part = emit_shuffle(b, total, total, range(n - first, n - first + piece))
-                    place = _at(b, scores, b.add(t, int64(row * TILE + token)), 4)
-                    b.store(part, pointer(b, place, part.type), align=4)
+            d, sums = loop(b, d, stop, width, sums, lambda d, sums, w=width: add_products(d, sums, w))
+        sums += [const(0.0)] * (WIDTH - len(sums))
+        place = _at(b, scores, b.mul(t, int64(WIDTH // tokens)), 4)
+        b.store(_transposed_sums(b, sums), pointer(b, place, LANES), align=4)
         return []
 
-    padded = b.and_(b.add(count, int64(WIDTH - 1)), int64(-WIDTH))
-    loop(b, int64(0), padded, tokens, [], block)
+    loop(b, int64(0), count, tokens, [], block)
 
 
 def emit_weigh(
     b: ir.IRBuilder,
     kv: int,
     rows: int,
-    weights: ir.Value,  # float32 [rows, TILE]
-    values: ir.Value,  # int64 [TILE]
-    ahead: ir.Value,  # int64 [TILE]
+    weights: ir.Value,  # float32, as `scores`
+    values: ir.Value,  # int64 [count]
     out: ir.Value,  # float32 [rows, head_dim]
-    alpha: ir.Value,  # float32 [rows]: what the old output is worth now
+    alpha: ir.Value,  # float32 [rows, tokens]: what the old output is worth now, the same for all tokens
     head_dim: ir.Value,
     count: ir.Value,
 ) -> None:
-    size = ITEM_BYTES[kv]
+    size, tokens = ITEM_BYTES[kv], tokens_of(rows)
     row_bytes = b.mul(head_dim, int64(4))
-    most = max(1, min(8, ACCUMULATORS // rows))
+    most = max(1, min(8, SUMS // rows))
 
     def columns(d: ir.Value, vectors: int, width: int) -> None:
         kind = ir.VectorType(_f32, width)
@@ -158,18 +142,19 @@ def emit_weigh(
         ]
         sums = []
         for r in range(rows):
-            factor = emit_splat(b, _read(b, _at(b, alpha, r, 4), _f32), width)
+            factor = emit_splat(b, _read(b, _at(b, alpha, r * tokens, 4), _f32), width)
             sums += [b.fmul(_read(b, place, kind), factor) for place in places[r * vectors : (r + 1) * vectors]]
 
         def token(t: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             value = _at(b, _read(b, _at(b, values, t, 8), _i64), d, size)
-            following = _at(b, _read(b, _at(b, ahead, t, 8), _i64), d, size)
-            for offset in range(0, vectors * width * size, LINE):
-                _prefetch(b, b.add(following, int64(offset)))
             loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
+            before = b.mul(
+                b.and_(t, int64(-tokens)), int64(WIDTH // tokens - 1)
+            )  # lanes of other rows in earlier blocks
+            weight_of = _at(b, weights, b.add(t, before), 4)
             result = []
             for r in range(rows):
-                weight = emit_splat(b, _read(b, _at(b, weights, b.add(t, int64(r * TILE)), 4), _f32), width)
+                weight = emit_splat(b, _read(b, b.add(weight_of, int64(4 * r * tokens)), _f32), width)
                 result += [emit_fma(b, weight, x, total) for x, total in zip(loaded, sums[r * vectors :], strict=False)]
             return result
 
@@ -206,7 +191,7 @@ def emit_outer(
     rows: ir.Value,  # a multiple of 8
     depth: ir.Value,
 ) -> None:
-    height = max(4, min(8, ACCUMULATORS // vectors))
+    height = max(4, min(8, SUMS // vectors))
     stride = vectors * WIDTH * 4
     factors = [_read(b, _at(b, alpha, v * WIDTH, 4), LANES) for v in range(vectors)] if keep else []
 
@@ -252,13 +237,43 @@ def _product(emit: Callable[..., None], addresses: int) -> Any:
 
         return types.void(*settings, *[types.int64] * addresses), generate
 
+    if addresses == 5:
+        return intrinsic(prefer_literal=True)(lambda ctx, x, y, a, b, c, d, e: typing([x, y]))
     if addresses == 6:
         return intrinsic(prefer_literal=True)(lambda ctx, x, y, a, b, c, d, e, f: typing([x, y]))
-    if addresses == 7:
-        return intrinsic(prefer_literal=True)(lambda ctx, x, y, a, b, c, d, e, f, g: typing([x, y]))
     return intrinsic(prefer_literal=True)(lambda ctx, x, y, a, b, c, d, e, f, g, h: typing([x, y]))
 
 
-scores = _product(emit_scores, 6)  # (kv, rows, q, keys, ahead, scores, head_dim, count)
-weigh = _product(emit_weigh, 7)  # (kv, rows, weights, values, ahead, out, alpha, head_dim, count)
+scores = _product(emit_scores, 5)  # (kv, rows, q, keys, scores, head_dim, count)
+weigh = _product(emit_weigh, 6)  # (kv, rows, weights, values, out, alpha, head_dim, count)
 outer = _product(emit_outer, 8)  # (vectors, keep, a, a_row, a_step, right, c, alpha, rows, depth)
+
+
+@intrinsic(prefer_literal=True)
+def largest_of_rows(context: Any, rows: Any, x: Any) -> Any:
+    """In every lane of a vector of scores the largest of its row; rows is a literal."""
+    if not isinstance(rows, types.IntegerLiteral):
+        return None
+
+    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
+        value, distance = args[1], tokens_of(rows.literal_value) // 2
+        while distance:
+            value = emit_maximum(b, value, emit_shuffle(b, value, value, [i ^ distance for i in range(WIDTH)]))
+            distance //= 2
+        return value
+
+    return floats(rows, floats), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_positions(context: Any, rows: Any, address: Any) -> Any:
+    """The positions of one block of tokens, int32, repeated for every row; rows is a literal."""
+    if not isinstance(rows, types.IntegerLiteral):
+        return None
+
+    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
+        tokens = tokens_of(rows.literal_value)
+        x = b.load(pointer(b, args[1], ir.VectorType(ir.IntType(32), tokens)), align=4)
+        return emit_shuffle(b, x, x, [i % tokens for i in range(WIDTH)])
+
+    return ints(rows, types.int64), generate

@@ -34,11 +34,12 @@ READ_FACTOR = (1.0, 1.0, 1.0, 256.0, 1.0)
 def _host_width() -> int:
     features = config.CPU_FEATURES
     has = llvm.get_host_cpu_features() if features is None else {f[1:]: f[0] == "+" for f in features.split(",") if f}
-    return 16 if has.get("avx512bw") else 8 if has.get("avx2") and has.get("fma") else 4
+    return 16 if has.get("avx512bw") else 8
 
 
-WIDTH = _host_width()  # lanes of a vector
-REGISTERS = 16 if WIDTH == 8 else 32  # vector registers of the host (SSE without AVX has 16, and is slow anyway)
+WIDTH = (
+    _host_width()
+)  # lanes of a vector; 8 are two registers of NEON or SSE, which then have twice as many sums to work on
 
 _f32, _i64, _i32, _i16, _i8, _i1 = (
     ir.FloatType(),
@@ -284,10 +285,20 @@ def _operation(result: Any, arguments: Sequence[Any], emit: Callable[..., Any]) 
 _address = types.int64
 
 
+def _prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(ir.VoidType(), [_i8.as_pointer(), _i32, _i32, _i32]), "llvm.prefetch.p0"
+    )
+    b.call(
+        function, [pointer(b, address, _i8), *(ir.Constant(_i32, x) for x in (0, 2, 1))]
+    )  # to read, into L2, as data
+
+
 def _store(b: ir.IRBuilder, address: ir.Value, x: ir.Value) -> None:
     b.store(x, pointer(b, address, x.type), align=4)
 
 
+prefetch = _operation(types.void, [_address], _prefetch)
 load = _operation(floats, [_address], emit_load)
 load_ints = _operation(ints, [_address], lambda b, a: b.load(pointer(b, a, ir.VectorType(_i32, WIDTH)), align=4))
 store = _operation(types.void, [_address, floats], _store)

@@ -17,7 +17,6 @@ import numba
 import numpy as np
 
 from .cpu_vector import (
-    REGISTERS,
     WIDTH,
     as_pointer,
     compiled,
@@ -50,9 +49,9 @@ PACKING = "q" * len(FIELDS) + "dd"
 COUNTER = CALL.fields["counter"][1]  # type: ignore[index]
 
 FEW_ROWS = 8  # up to here one sequence's packed rows are worked on by cpu_decode
-CHUNK = 256  # keys of a chunk, at least
+CHUNK = 512  # keys of a chunk, at least
 SCRATCH_BYTES = 384 * 1024  # a worker's own memory
-MOST_VECTORS = 4 if REGISTERS == 32 else 2  # vectors of query rows in a tile of cpu_prefill
+MOST_VECTORS = 4 if WIDTH == 16 else 2  # vectors of query rows in a tile of cpu_prefill
 
 # Part of each kernel's key in Numba's disk cache, which by itself only watches the file a kernel stands in.
 SOURCE = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("cpu*.py")))).hexdigest()
@@ -116,10 +115,10 @@ def chunks_of(p: Any, m: int, n: int) -> tuple[int, int, int]:
     if n <= 0:
         return 1, 0, 1
     rows = m * p.group
+    # with so many rows more, longer chunks keep partial results small beside the keys and values they stand for
+    length = CHUNK if rows <= 4 * FEW_ROWS else max(CHUNK, 8 * rows)
     if p.num_splits:
         length = -(-n // p.num_splits)
-    else:  # partial results stay small beside the keys and values they stand for
-        length = CHUNK if rows <= 4 * FEW_ROWS else max(CHUNK, 8 * rows)
     length = -(-length // WIDTH) * WIDTH
     low = first_key(p, max(0, n - m)) // length
     high = -(-end_of_keys(p, n - 1, n) // length)
@@ -186,14 +185,15 @@ def sequence_of(p: Any, item: int) -> int:
 
 
 @compiled
-def find_tile(p: Any, s: int, h: int, j: int, n: int, keys: int, values: int, positions: int) -> bool:
-    """Write addresses and positions of tokens j to j + n of sequence s, padded to whole vectors; True if some are not mapped.
+def find_tile(p: Any, s: int, h: int, j: int, n: int, keys: int, values: int, positions: int, padded: int) -> bool:
+    """Write addresses and positions of tokens j to j + n of sequence s, of `padded` in all; True if some are not mapped.
 
     A padded or unmapped token has position -1, which no row sees, and rows of zeros for key and value, so that nothing of what lies
     in its slot is read.
     """
-    table = p.tables + s * p.table_row
-    size = p.block_size
+    table, size, zeros = p.tables + s * p.table_row, p.block_size, p.zeros
+    k_base, k_block, k_token = p.k + h * p.k_head, p.k_block, p.k_token
+    v_base, v_block, v_token = p.v + h * p.v_head, p.v_block, p.v_token
     block = j // size
     offset = j - block * size
     holes = False
@@ -201,25 +201,24 @@ def find_tile(p: Any, s: int, h: int, j: int, n: int, keys: int, values: int, po
     while t < n:
         run = min(size - offset, n - t)
         page = peek_int(table + 4 * block)
+        k, k_step = k_base + page * k_block + offset * k_token, k_token
+        v, v_step = v_base + page * v_block + offset * v_token, v_token
+        position, step = j + t, 1
         if page < 0:
             holes = True
-            for u in range(t, t + run):
-                poke_long(keys + 8 * u, p.zeros)
-                poke_long(values + 8 * u, p.zeros)
-                poke_int(positions + 4 * u, -1)
-        else:
-            k = p.k + page * p.k_block + h * p.k_head + offset * p.k_token
-            v = p.v + page * p.v_block + h * p.v_head + offset * p.v_token
-            for u in range(run):
-                poke_long(keys + 8 * (t + u), k + u * p.k_token)
-                poke_long(values + 8 * (t + u), v + u * p.v_token)
-                poke_int(positions + 4 * (t + u), j + t + u)
+            k, k_step, v, v_step, position, step = zeros, 0, zeros, 0, -1, 0
+        for u in range(run):
+            poke_long(keys + 8 * (t + u), k + u * k_step)
+        for u in range(run):
+            poke_long(values + 8 * (t + u), v + u * v_step)
+        for u in range(run):
+            poke_int(positions + 4 * (t + u), position + u * step)
         t += run
         block += 1
         offset = 0
-    for u in range(n, -(-n // 16) * 16):
-        poke_long(keys + 8 * u, p.zeros)
-        poke_long(values + 8 * u, p.zeros)
+    for u in range(n, padded):
+        poke_long(keys + 8 * u, zeros)
+        poke_long(values + 8 * u, zeros)
         poke_int(positions + 4 * u, -1)
     return holes
 
@@ -253,7 +252,7 @@ def read_query(p: Any, token: int, head: int, target: int) -> None:
 
 @compiled
 def write_result(p: Any, token: int, head: int, source: int, top: float, total: float, gain: float) -> None:
-    """One finished row: divided by its denominator, scaled (`gain` as for READ_FACTOR), rounded to the dtype of the queries; and its lse."""
+    """One finished row: divided by its denominator, scaled, rounded to the dtype of the queries; and its lse. `gain` is READ_FACTOR."""
     keep, lse = denominator(p, head, top, total)
     factor = keep * gain * peek_float(p.v_scale + 4 * (head // p.group))
     target = p.out + token * p.out_token + head * p.out_head

@@ -133,7 +133,9 @@ def assert_same_hypotheses(found: list[Hypothesis], expected: list[tuple[float, 
 
 
 @pytest.mark.parametrize("width", [1, 2, 5])
-@pytest.mark.parametrize("eos_ids", [(), (7, 70, 130, 200)], ids=["no eos", "likely eos"])
+@pytest.mark.parametrize(
+    "eos_ids", [(), (7, 70, 130, 200), tuple(range(3, 260, 2))], ids=["no eos", "four eos", "half eos"]
+)
 def test_beam_search_equals_one_that_recomputes_every_beam(tiny: Llama, width: int, eos_ids: tuple[int, ...]) -> None:
     prompt = np.random.default_rng().integers(3, tiny.config.vocab_size, 13).tolist()
     num_blocks = blocks_to_be_safe(len(prompt), 12, width, 4)

@@ -130,6 +130,11 @@ def test_merges_and_control_tokens_are_found_in_text(tiny: Tokenizer) -> None:
     assert tiny.decode(tiny.encode("hello<|im_end|> world")) == "hello world"
 
 
+def test_every_digit_is_a_token_of_its_own(tiny: Tokenizer) -> None:
+    assert "12" in tiny.tokens
+    assert [tiny.tokens[i] for i in tiny.encode("12")] == ["1", "2"]
+
+
 def test_prompt_goes_through_the_chat_template(tiny: Tokenizer) -> None:
     assert tiny.encode_prompt("hello") == tiny.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
 

@@ -19,7 +19,7 @@ from tokenizer import Tokenizer, _byte_chars
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, CONTEXT = 3, 64, 6, 2, 16, 96, 200
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MERGES = ("h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld")
+MERGES = ("h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld", "1 2")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -153,7 +153,7 @@ def _byte_level() -> tuple[list[str], list[int], list[float]]:
 
 def _sentencepiece() -> tuple[list[str], list[int], list[float]]:
     special, byte_tokens = ["<unk>", "<s>", "</s>"], [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["he", "ll", "▁w", "llo", "or", "hello", "▁hello", "▁wor", "ld", "▁world", *"▁helowrd"]
+    pieces = ["he", "ll", "▁w", "llo", "or", "hello", "▁hello", "▁wor", "ld", "▁world", *"▁helowrd", "el"]
     tokens = special + byte_tokens + pieces
     scores = [0.0] * (len(tokens) - len(pieces)) + [-float(rank) for rank in range(len(pieces))]
     return tokens, [2, 3, 3] + [6] * 256 + [1] * len(pieces), scores

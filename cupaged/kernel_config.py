@@ -88,7 +88,7 @@ def decode_config(info: DeviceInfo, head_dim: int, dtype: str, kv_dtype: str, ro
         warps //= 2
     shared = _decode_bytes(head_dim, item, rows, tile, warps)
     elements = 4 if head_dim >= 128 else 2
-    sums = rows * -(-head_dim // (32 * elements)) * elements
+    sums = rows * (-(-head_dim // (32 * elements)) * elements + 2)  # output, and the largest logit and sum of each row
     by_registers = 3 if sums <= 32 else 2  # decode.cu's kMinBlocks
     resident = max(1, min(by_registers, info.shared_per_sm // (shared + 1024)))  # the system takes 1 KiB a block
     defines: dict[str, int | str] = {

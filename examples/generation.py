@@ -69,7 +69,7 @@ class Engine:
         except MemoryError:
             self.alloc.free_request(request)
             raise
-        return logits[0]
+        return np.asarray(logits[0])
 
     def decode(self, requests: Sequence[Hashable], tokens: Sequence[int]) -> Logits:
         """Append one token to each request and run them as one batch: logits `[len(requests), vocab_size]`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from gguf_file import GGUFFile
-from matmul import linear
+from ops import linear, rms_norm, swiglu
 from tokenizer import Tokenizer
 
 Array = Any  # a NumPy or a CuPy array
@@ -74,20 +74,13 @@ class Llama:
         turn = self._rotation(positions)
         x = self.embedding[xp.asarray(token_ids)]  # [n, hidden_size]
         for i, w in enumerate(self.layers):
-            qkv = linear(self._norm(x, w.attn_norm), w.qkv).reshape(n, -1, c.head_dim)
+            qkv = linear(rms_norm(x, w.attn_norm, c.rms_eps), w.qkv).reshape(n, -1, c.head_dim)
             pairs = qkv[:, :k_end, : c.rope_dim].view(np.complex64)  # neighbours are real and imaginary part
             pairs *= turn
             attended = attend(i, qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:])
             x += linear(attended.reshape(n, -1), w.attn_output)
-            gate_up = linear(self._norm(x, w.ffn_norm), w.gate_up)
-            gate, up = gate_up[:, : c.intermediate_size], gate_up[:, c.intermediate_size :]
-            x += linear(_silu(gate, xp) * up, w.down)
-        return linear(self._norm(x[rows], self.output_norm), self.output)
-
-    def _norm(self, x: Array, weight: Array) -> Array:
-        """RMSNorm (Zhang and Sennrich, 2019)."""
-        mean_square = (x * x).sum(axis=1, keepdims=True) / self.config.hidden_size
-        return x / self.xp.sqrt(mean_square + self.config.rms_eps) * weight
+            x += linear(swiglu(linear(rms_norm(x, w.ffn_norm, c.rms_eps), w.gate_up)), w.down)
+        return linear(rms_norm(x[rows], self.output_norm, c.rms_eps), self.output)
 
     def _rotation(self, positions: Array) -> Array:
         """`[n, 1, rope_dim / 2]` complex64: the turn of each pair at each position (Su et al., RoFormer, 2021)."""
@@ -101,11 +94,6 @@ def load(path: str | Path, xp: Any = np) -> tuple[Llama, Tokenizer]:
     """A model and its tokenizer from a GGUF file. Raises InputError."""
     file = GGUFFile(path)
     return Llama(file, xp), Tokenizer(file)
-
-
-def _silu(x: Array, xp: Any) -> Array:
-    with np.errstate(over="ignore"):  # exp of a large number is inf, and x / inf is the right answer
-        return x / (1.0 + xp.exp(-x))
 
 
 def _read_weights(file: GGUFFile, names: Sequence[tuple[str, ...]], xp: Any) -> tuple[Array, list[Array]]:

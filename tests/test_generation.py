@@ -26,7 +26,6 @@ from gguf_file import GGUFFile, InputError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llama import Llama
-from matmul import linear
 
 import cupaged
 
@@ -238,14 +237,3 @@ def test_prompt_must_leave_room_in_the_context() -> None:
         check_prompt([1] * 100, 5, 100)
     with pytest.raises(InputError, match="empty"):
         check_prompt([], 5, 100)
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows=st.integers(0, 30), size=st.integers(1, 70), outputs=st.integers(2, 40), seed=st.integers(0, 1 << 32))
-def test_product_for_few_rows_is_the_product(rows: int, size: int, outputs: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, 2 * size), dtype=np.float32)[:, ::2]
-    w = rng.standard_normal((outputs, size), dtype=np.float32)
-    out = linear(x, w)
-    assert out.dtype == np.float32
-    np.testing.assert_allclose(out, x.astype(np.float64) @ w.T.astype(np.float64), atol=1e-4)

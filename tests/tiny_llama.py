@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import gguf
 from gguf_file import InputError, find_model
 from llama import Llama, load
 from tokenizer import Tokenizer, _byte_chars

@@ -5,12 +5,13 @@
 // Layout     q, out [num_tokens, num_heads, head_dim]; pages by strides (paged_kv.cuh); work items and partials as in work.cuh.
 // Threads    A warp owns every kWarps-th tile of kTokens tokens, counted from token 0, with its own ring of kStages tiles, its own
 //            cp.async groups and its own softmax states, so warps never wait for one another inside an item. Lane t fetches the
-//            page id of token t of a tile one tile before its copies, and forms its 64-bit offsets; the lanes that copy a piece of
-//            that row get them by shuffles. The arithmetic of a tile is mma_tile.cuh's. At the end the warps' states are merged in
-//            warp order.
-// Shared     queries [kRows] | row bounds | softmax scales | states [kWarps][kRows] | per warp kStages x (K tile, V tile). With
-//            head_dim 128, 16-bit pages, 8 rows, 16 tokens, 3 stages and 4 warps: 8 * 272 + 8 * 16 + 8 * 4 + 32 * 8 + 16 = 2608, at
-//            2688 the tiles, 4 * 3 * 2 * 16 * 272 = 104,448 bytes; 64 KiB of keys and values are then in flight per block.
+//            page ids of tokens t and t + 32 of a tile one tile before its copies, forms their 64-bit addresses and leaves them in
+//            shared memory for the lanes that copy. The arithmetic of a tile is mma_tile.cuh's. At the end the warps' states are
+//            merged in warp order.
+// Shared     token addresses [kWarps][kTokens] | queries [kRows] | row bounds | softmax scales | states [kWarps][kRows] | per warp
+//            kStages x (K tile, V tile). With head_dim 128, 16-bit pages, 8 rows, 32 tokens, 2 stages and 2 warps: 1024 + 8 * 272
+//            + 8 * 20 + 16 * 8 + 16 = 3504, at 3584 the tiles, 2 * 2 * 2 * 32 * 272 = 69,632 bytes; 32 KiB of keys and values are
+//            then in flight per block, 96 KiB on a multiprocessor with 228 KiB.
 // Not here   Rows in more than two tiles of 8 (prefill.cu), float32 and sm_75 (decode.cu).
 #include "mma_tile.cuh"
 

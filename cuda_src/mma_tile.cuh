@@ -3,15 +3,13 @@
 // What       S^T = K Q^T, online softmax, O^T += V^T P^T. Keys are the M of mma.m16n8k16 and packed rows its N: 8 rows cost half of
 //            what 16 cost, and a lane holds the same two rows of a row tile in S^T and in O^T, so rescaling needs no exchange.
 // Types      16-bit pages are multiplied as they are. fp8 pages become halves, queries too: bf16 queries times a power of two per
-// row,
-//            which the softmax scale takes back. Probabilities are halves, bf16 for bf16 pages. Accumulators float32.
+//            row, which the softmax scale takes back. Probabilities are halves, bf16 for bf16 pages. Accumulators float32.
 // Lanes      Lane t, g = t / 4, c = t % 4. Keys g and g + 8 of each 16, rows 2c and 2c + 1 of each 8 (S^T, states and O^T).
 //            O^T tile m holds entries 16 m + g and 16 m + g + 8 of head_dim for 16-bit pages, 16 m + 2 g and the next for fp8 (one
 //            ldmatrix of 16-bit units brings a pair of codes). Order inside head_dim is free in Q K^T: there a lane takes the four
 //            codes of its register, and queries are stored in that order (query_position).
 // Shared     Rows of K, V and Q padded to an odd number of 16-byte units: the 8 rows of an ldmatrix touch all 32 banks. With
-// head_dim
-//            128 and 16-bit pages a row is 17 units, 272 bytes.
+//            head_dim 128 and 16-bit pages a row is 17 units, 272 bytes.
 // Not here   Where tiles come from, and how warps share them: decode_mma.cu, prefill.cu.
 #pragma once
 #include "work.cuh"

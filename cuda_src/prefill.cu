@@ -2,24 +2,22 @@
 //
 // What       out = softmax(scale Q K^T) V over a paged cache of 16-bit or fp8 pages, with every mask and option of the numerics
 //            contract. A tile of keys and values moves once from global to shared memory for all kRows packed rows of a unit.
-// Layout     q, out [num_tokens, num_heads, head_dim]; pages by strides (paged_kv.cuh); work items and partials as in work.cuh, so
-// a
-//            long prefix before few rows is cut over many blocks like a decode.
+// Layout     q, out [num_tokens, num_heads, head_dim]; pages by strides (paged_kv.cuh); work items and partials as in work.cuh,
+//            so a long prefix before few rows is cut over many blocks like a decode.
 // Threads    A warp owns 8 * kRowTiles packed rows and sees every tile; the arithmetic of a tile is mma_tile.cuh's (after
 //            FlashAttention-2: Dao 2023, section 3.2, where warps split rows and not keys). The first kTokens threads fetch the
 //            page ids of a tile, a round before all threads copy it and kStages rounds before its turn. A warp skips tiles that
 //            none of its rows sees; blocks skip those that no row of the unit sees, as the item's range ends there.
-// Shared     token addresses, two tiles | queries [kRows] | row bounds | softmax scales | states [kRows] | masks | kStages x (K
-// tile,
-//            V tile). With head_dim 128, 16-bit pages, 64 rows, 64 tokens and 2 stages: 2048 + 64 * 272 + 64 * 28 + 80 = 21,328, at
-//            21,376 the tiles, 2 * 2 * 64 * 272 = 69,632 bytes.
+// Shared     token addresses of two tiles | queries [kRows], unless registers hold them | row bounds | softmax scales | states
+//            [kRows] | masks | kStages x (K tile, V tile). With head_dim 128, 16-bit pages, 64 rows, 64 tokens and 2 stages: 2048
+//            + 16 + 64 * 28 + 48 + 16 = 3920, at 3968 the tiles, 2 * 2 * 64 * 272 = 69,632 bytes: two blocks fit an A100's SM.
 // Not here   Few rows, where warps should split keys (decode_mma.cu), float32 and sm_75 (decode.cu).
 #include "mma_tile.cuh"
 
 constexpr int kMasks = 4;  // of the tiles kStages rounds ahead; a power of two above kStages
 struct Shared {
   TokenRows token_rows[2][kTokens];
-  unsigned char queries[kRows * kQueryRowBytes];
+  unsigned char queries[kQueryInRegisters ? 16 : kRows * kQueryRowBytes];
   Row rows[kRows];
   float scales[kRows];
   SoftmaxState states[kRows];
@@ -28,11 +26,14 @@ struct Shared {
 };
 constexpr int kStageOffset = (sizeof(Shared) + 127) / 128 * 128;
 constexpr int kRingBytes = kStages * 2 * kTileBytes;
-constexpr int kLeftBytes = kRows * kSumFloats * 4;  // sums are left where the tiles were
+constexpr int kLeftBytes = kRows * kSumFloats * 4;                           // sums are left where the tiles were
+constexpr int kQueryBytes = kQueryInRegisters ? kRows * kQueryRowBytes : 0;  // on their way to registers queries lie there too
+constexpr int kLeastBytes = kLeftBytes > kQueryBytes ? kLeftBytes : kQueryBytes;
+constexpr int kStageBytes = kRingBytes > kLeastBytes ? kRingBytes : kLeastBytes;
 constexpr int kWarpRows = 8 * kRowTiles;
 static_assert(kRows == kWarps * kWarpRows, "every row has a warp");
 static_assert(kStages < kMasks && kTokens <= kThreads, "masks and page ids of a tile");
-static_assert(kStageOffset + (kRingBytes > kLeftBytes ? kRingBytes : kLeftBytes) == kSharedBytes, "the host asks for another size");
+static_assert(kStageOffset + kStageBytes == kSharedBytes, "the host asks for another size");
 
 __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(smem); }
 
@@ -108,16 +109,18 @@ __device__ __forceinline__ void run(const Params& p, int head, const Item& item,
   const int warp = threadIdx.x / 32;
   const Task task = make_task(p, head, item, unit);
   __syncthreads();  // the previous item's shared memory is no longer read
-  load_queries<kWarpRows, 1>(p, task, shared().queries, shared().scales, warp * kWarpRows);
+  unsigned char* queries = (kQueryInRegisters ? smem + kStageOffset : shared().queries) + warp * kWarpRows * kQueryRowBytes;
+  load_queries<kWarpRows, 1>(p, task, queries - warp * kWarpRows * kQueryRowBytes, shared().scales, warp * kWarpRows);
   load_rows(p, task, shared().rows);
-  clear_row_ends<kStages>(smem + kStageOffset);
   __syncthreads();
 
   Query query;
   RowState state;
   Sums sums;
-  query.open(shared().queries + warp * kWarpRows * kQueryRowBytes);
+  query.open(queries);
   reset(shared().scales + warp * kWarpRows, state, sums);
+  if (kQueryInRegisters) __syncthreads();
+  clear_row_ends<kStages>(smem + kStageOffset);
   if (task.first < task.last) attend(p, task, query, state, sums);
 
   float* left = reinterpret_cast<float*>(smem + kStageOffset);

@@ -6,8 +6,7 @@
 //            the KV head; blockIdx.x walks the items of its share of a plan (kPlanned), or is one (unit, split) whose range follows
 //            from the lengths in device memory.
 // Partials   Float32, [num_partials, num_kv_heads, kRows, head_dim], beside their softmax states. The last block of a unit to
-// finish,
-//            by an integer ticket, merges them in index order, so the bits do not depend on who came last.
+//            finish, by an integer ticket, merges them in index order, so the bits do not depend on who came last.
 // Expects    kRows, kWarps, kTokens, kHeadDim, kQueryType, kPlanned, kFewestRows, kMostRows, kParamsBytes as constants.
 #pragma once
 #include "paged_kv.cuh"

@@ -132,19 +132,22 @@ def prefill_config(
 ) -> KernelConfig:
     """The constants of prefill.cu for sequences of up to `most` packed rows: 16 a warp, as many warps as there are rows for."""
     item, stages = numpy_dtype(kv_dtype).itemsize, 2
-    tile = 64 if head_dim * item <= 256 else 32
-    ring = stages * 2 * tile * _row_bytes(head_dim * item)
+    in_registers = head_dim <= 128  # queries
 
-    def shared_bytes(warps: int) -> int:
+    def shared_bytes(tile: int, warps: int) -> int:
         rows = 16 * warps
-        fixed = 2 * tile * 16 + rows * (_query_bytes(head_dim) + 28) + 16 * (-(-tile // 32) + 1) + 16
-        return -(-fixed // 128) * 128 + max(ring, rows * (head_dim + 4) * 4)
+        queries = rows * _query_bytes(head_dim)
+        fixed = 2 * tile * 16 + (16 if in_registers else queries) + rows * 28 + 16 * (-(-tile // 32) + 1) + 16
+        ring = stages * 2 * tile * _row_bytes(head_dim * item)
+        return -(-fixed // 128) * 128 + max(ring, rows * (head_dim + 4) * 4, queries if in_registers else 0)
 
+    # two blocks of four warps on a multiprocessor if tiles of 64 tokens allow it
+    tile = 64 if 2 * (shared_bytes(64, 4) + 1024) <= info.shared_per_sm else 32
     warps = 2 if most <= 32 else 4 if most < 256 else 8  # 2: threads enough to fetch the pages of a tile
-    while warps > 2 and shared_bytes(warps) > info.shared_per_block:
+    while warps > 2 and shared_bytes(tile, warps) > info.shared_per_block:
         warps //= 2
     return _mma_config(
-        info, "prefill", head_dim, dtype, kv_dtype, 16 * warps, 2, tile, stages, warps, shared_bytes(warps), takes
+        info, "prefill", head_dim, dtype, kv_dtype, 16 * warps, 2, tile, stages, warps, shared_bytes(tile, warps), takes
     )
 
 

@@ -18,8 +18,9 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -27,15 +28,15 @@ HERE = Path(__file__).resolve().parent
 RUNTIME_SOURCES = ("runtime.cpp", "memory.cpp", "warp.cpp", "trace.cpp", "hooks.cpp")
 RUNTIME_HEADERS = ("simt.h", "simt_ptx.h", "runtime.h")
 KINDS = ("plain", "checked", "asan", "tsan")
+_KEPT_SECONDS = 3 * 24 * 3600  # builds that no test has used for so long are removed
 
 _COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-pthread", "-g1", "-gdwarf-4", "-w"]
+# Vector instructions and merged or split accesses would hide what the source does from the checked build.
+_AS_WRITTEN = ["-fno-tree-vectorize", "-fno-store-merging", "-fno-tree-sra"]
+_SEEN = ["-fsanitize=thread,alignment,signed-integer-overflow,shift", "-DSIMT_CHECKED"]
 _KERNEL = {
-    # Vector instructions would merge neighbouring accesses, which the checked build wants to see one by one.
     "plain": ["-O1"],
-    "checked": [
-        "-O1", "-fno-tree-vectorize", "-fno-store-merging", "-fno-tree-sra", "-fsanitize=thread,alignment,signed-integer-overflow,shift",
-        "-DSIMT_CHECKED",
-    ],  # fmt: skip
+    "checked": ["-O1", *_AS_WRITTEN, *_SEEN],
     "asan": ["-O1", "-fno-omit-frame-pointer", "-fsanitize=address", "-DSIMT_ASAN"],
     "tsan": ["-O1", "-fsanitize=thread", "-DSIMT_TSAN"],
 }
@@ -96,7 +97,18 @@ def unavailable() -> str | None:
 def _cache_dir() -> Path:
     folder = Path(os.environ.get("CUPAGED_SIMT_CACHE", HERE.parent.parent / ".cache" / "simt"))
     folder.mkdir(parents=True, exist_ok=True)
+    for entry in folder.iterdir():
+        if time.time() - entry.stat().st_mtime > _KEPT_SECONDS:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
     return folder
+
+
+def _known(entry: Path) -> bool:
+    """Whether the cache has it; marks it as used."""
+    if not entry.exists():
+        return False
+    os.utime(entry)
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -135,24 +147,29 @@ def _publish(made: Path, target: Path) -> None:
     os.replace(made, target)  # atomic: another process may have built the same
 
 
-@lru_cache(maxsize=None)
+@cache
 def runtime(kind: str) -> Path:
     """The executor itself, as a shared object."""
     target = _cache_dir() / f"runtime-{kind}-{_hash(_environment(), kind)}.so"
-    if not target.exists():
+    if not _known(target):
         made = target.with_suffix(f".{os.getpid()}.tmp")
         command = ["g++", *_COMMON, *_machine_flags(), *_RUNTIME[kind], "-shared", "-o", str(made)]
-        command += [f"-Wl,-soname,{target.name}", *_includes(), *(str(HERE / name) for name in RUNTIME_SOURCES), *_LINK[kind]]
+        command += [
+            f"-Wl,-soname,{target.name}",
+            *_includes(),
+            *(str(HERE / name) for name in RUNTIME_SOURCES),
+            *_LINK[kind],
+        ]
         _run(command, f"building the executor ({kind})")
         _publish(made, target)
     return target
 
 
-@lru_cache(maxsize=None)
+@cache
 def worker(kind: str) -> Path:
     """The program that runs launches under a sanitizer."""
     target = _cache_dir() / f"worker-{kind}-{_hash(_environment(), kind)}"
-    if not target.exists():
+    if not _known(target):
         made = target.with_suffix(f".{os.getpid()}.tmp")
         command = ["g++", *_COMMON, *_machine_flags(), *_RUNTIME[kind], *_includes(), "-o", str(made)]
         command += [str(HERE / "worker.cpp"), str(runtime(kind)), "-Wl,-rpath,$ORIGIN", *_LINK[kind]]
@@ -161,12 +178,12 @@ def worker(kind: str) -> Path:
     return target
 
 
-@lru_cache(maxsize=None)
+@cache
 def _prelude(kind: str) -> Path:
     """`simt.h`, precompiled."""
     folder = _cache_dir() / f"prelude-{kind}-{_hash(_environment(), kind)}"
     header, compiled = folder / "simt.h", folder / "simt.h.gch"
-    if not compiled.exists():
+    if not (_known(folder) and _known(compiled)):
         folder.mkdir(exist_ok=True)
         header.write_text(f'#include "{HERE / "simt.h"}"\n', encoding="utf-8")
         made = folder / f"{os.getpid()}.tmp"
@@ -176,29 +193,45 @@ def _prelude(kind: str) -> Path:
     return header
 
 
+def _entry_points(entries: list[tuple[str, str]]) -> list[str]:
+    """For each kernel: a function that takes its parameters by address, the size of their struct, the bound on threads."""
+    lines = [
+        '#line 1 "entries"',
+        "template <class P> constexpr unsigned simt_size(void (*)(P)) { return sizeof(P); }",
+        "template <class P> __attribute__((no_sanitize_thread)) void simt_call(void (*f)(P), const void* p) {",
+        "  f(*static_cast<const P*>(p));",
+        "}",
+        "#pragma GCC visibility push(default)",
+        'extern "C" {',
+    ]
+    for name, bounds in entries:
+        lines.append(f"void simt_entry_{name}(const void* p) {{ simt_call({name}, p); }}")
+        lines.append(f"extern const unsigned simt_size_{name} = simt_size({name});")
+        lines.append(f"extern const int simt_bounds_{name}[] = {{{bounds}}};")
+    return [*lines, "}", "#pragma GCC visibility pop", ""]
+
+
 def kernel(text: str, defines: Mapping[str, int | str], arch: int, kind: str = "plain") -> Path:
     """The shared object of the flattened source `text`. Raises BuildError."""
     if bad := _STATIC_SHARED.search(re.sub(r"\s+", " ", re.sub(r"//[^\n]*", "", text))):
         raise BuildError(f"only `extern __shared__` memory is supported: {bad[0].strip(' ;{}')}")
-    entries = [(match[2], _BOUNDS.search(match[1])) for match in _ENTRY.finditer(text)]
+    entries = []
+    for match in _ENTRY.finditer(text):
+        bounds = _BOUNDS.search(match[1])
+        entries.append((match[2], bounds[1] if bounds else "1024"))
     if not entries:
         raise BuildError('no `extern "C" __global__ void name(const Params p)` in the source')
-    lines = [f"#define __CUDA_ARCH__ {arch * 10}", "#define CUPAGED_SIMT 1"]
-    lines += [f"#define {name} {value}" for name, value in defines.items()]
-    lines += [text, '#line 1 "entries"', "template <class P> constexpr unsigned simt_size(void (*)(P)) { return sizeof(P); }"]
-    lines += [
-        "template <class P> __attribute__((no_sanitize_thread)) void simt_call(void (*f)(P), const void* p) { f(*static_cast<const P*>(p)); }",
-        'extern "C" {',
-    ]
-    for name, bounds in entries:
-        export = '__attribute__((visibility("default")))'
-        lines.append(f"{export} void simt_entry_{name}(const void* p) {{ simt_call({name}, p); }}")
-        lines.append(f"{export} extern const unsigned simt_size_{name} = simt_size({name});")
-        lines.append(f"{export} extern const int simt_bounds_{name}[] = {{{bounds[1] if bounds else 1024}}};")
-    lines.append("}\n")
-    source = "\n".join(lines)
+    source = "\n".join(
+        [
+            f"#define __CUDA_ARCH__ {arch * 10}",
+            "#define CUPAGED_SIMT 1",
+            *(f"#define {name} {value}" for name, value in defines.items()),
+            text,
+            *_entry_points(entries),
+        ]
+    )
     target = _cache_dir() / f"{entries[0][0]}-{kind}-{_hash(_environment(), kind, source)}.so"
-    if not target.exists():
+    if not _known(target):
         made = target.with_suffix(f".{os.getpid()}")
         written = made.with_suffix(f".{os.getpid()}.cpp")
         written.write_text(source, encoding="utf-8")

@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Run:
         (tmp_path / "test.cu").write_text(source, encoding="utf-8")
         launcher = SimtLauncher(folder=tmp_path, **options)
         text = '#include "ptx.cuh"\n#include "types.cuh"\nextern __shared__ __align__(128) unsigned char smem[];\n'
-        text += f"struct Params {{ {_members(options_and_params)} }};\n#line 1 \"test.cu\"\n{source}"
+        text += f'struct Params {{ {_members(options_and_params)} }};\n#line 1 "test.cu"\n{source}'
         # The file name carries the content: flattened sources are cached by name.
         name = f"test{abs(hash(text))}.cu"
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -74,7 +74,10 @@ def _members(params: dict[str, Any]) -> str:
 
 
 def _packed(launcher: SimtLauncher, params: dict[str, Any]) -> np.ndarray[Any, Any]:
-    kinds = [np.uint64 if isinstance(v, np.ndarray) else np.int32 if isinstance(v, int) else np.float32 for v in params.values()]
+    kinds = [
+        np.uint64 if isinstance(v, np.ndarray) else np.int32 if isinstance(v, int) else np.float32
+        for v in params.values()
+    ]
     packed = np.zeros(1, np.dtype(list(zip(params, kinds, strict=True)), align=True))
     for name, value in params.items():
         packed[name] = launcher.pointer(value) if isinstance(value, np.ndarray) else value

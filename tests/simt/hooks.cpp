@@ -41,6 +41,9 @@ bool in_images(uintptr_t address) {
   return (address >= images[0].begin && address < images[0].end) || (address >= images[1].begin && address < images[1].end);
 }
 
+enum : unsigned char { kReadOnly = 1, kWritten = 2 };
+std::vector<unsigned char> region_uses;  // of the launch so far
+
 // A site for messages: launcher.py turns the address into file and line.
 Site at(const void* pc) {
   static char text[600];
@@ -48,6 +51,16 @@ Site at(const void* pc) {
   dladdr(pc, &info);
   snprintf(text, sizeof text, "{%s+0x%lx}", info.dli_fname, uintptr_t(pc) - 1 - uintptr_t(info.dli_fbase));
   return {text, 0};
+}
+
+// The read-only path may serve what its cache holds, whatever was written since: an array that a launch reads there is one that
+// it does not write.
+void use_region(unsigned long long i, unsigned char use, Site site, const void* pc) {
+  region_uses[i] |= use;
+  if (region_uses[i] != (kReadOnly | kWritten)) return;
+  if (pc) site = at(pc);
+  simt_fail(site.file, site.line, "an array of %llu bytes is written and read through the read-only path in one launch",
+            static_cast<unsigned long long>(run.launch->regions[i].end - run.launch->regions[i].begin));
 }
 
 void accessed(const void* address, unsigned bytes, int write, const void* pc) {
@@ -65,11 +78,18 @@ void accessed(const void* address, unsigned bytes, int write, const void* pc) {
 
 }  // namespace
 
-void find_images() {
+void begin_checks() {
+  region_uses.assign(run.launch->num_regions, 0);
   images[0] = {uintptr_t(&images), uintptr_t(&images)};
   images[1] = {uintptr_t(run.launch->entry), uintptr_t(run.launch->entry)};
   dl_iterate_phdr(find_image, &images[0]);
   dl_iterate_phdr(find_image, &images[1]);
+}
+
+void check_read_only(const void* address, Site site) {
+  for (unsigned long long i = 0; i < run.launch->num_regions; ++i)
+    if (uintptr_t(address) >= run.launch->regions[i].begin && uintptr_t(address) < run.launch->regions[i].end)
+      return use_region(i, kReadOnly, site, nullptr);
 }
 
 void forget_shared() { memset(shared_state, kUninitialised, run.launch->shared_bytes); }
@@ -99,16 +119,17 @@ void check_shared_state(const void* address, unsigned bytes, int write, Site sit
 }
 
 void check_global(const void* address, unsigned bytes, int write, Site site, const void* pc) {
-  static const Region* last;
+  static unsigned long long last;
   uintptr_t a = uintptr_t(address);
   const Launch& launch = *run.launch;
-  if (last >= launch.regions && last < launch.regions + launch.num_regions && a >= last->begin && a + bytes <= last->end) return;
-  for (unsigned long long i = 0; i < launch.num_regions; ++i) {
-    const Region& region = launch.regions[i];
-    if (a >= region.begin && a + bytes <= region.end) {
-      last = &region;
-      return;
-    }
+  auto holds = [&](unsigned long long i) {
+    return i < launch.num_regions && a >= launch.regions[i].begin && a + bytes <= launch.regions[i].end;
+  };
+  if (!holds(last))
+    for (last = 0; last < launch.num_regions && !holds(last);) ++last;
+  if (holds(last)) {
+    if (write) use_region(last, kWritten, site, pc);
+    return;
   }
   const Region* nearest = nullptr;  // the array that ends or begins next to the access
   unsigned long long best = ~0ull;
@@ -132,12 +153,12 @@ using namespace simt;
 #pragma GCC visibility push(default)
 extern "C" {
 
-#define SIMT_HOOKS(N)                                                                                         \
-  void __tsan_read##N(void* p) { accessed(p, N, kRead, __builtin_return_address(0)); }                        \
-  void __tsan_write##N(void* p) { accessed(p, N, kWrite, __builtin_return_address(0)); }                      \
-  void __tsan_unaligned_read##N(void* p) { accessed(p, N, kRead, __builtin_return_address(0)); }              \
-  void __tsan_unaligned_write##N(void* p) { accessed(p, N, kWrite, __builtin_return_address(0)); }            \
-  void __tsan_volatile_read##N(void* p) { accessed(p, N, kRead, __builtin_return_address(0)); }               \
+#define SIMT_HOOKS(N)                                                                              \
+  void __tsan_read##N(void* p) { accessed(p, N, kRead, __builtin_return_address(0)); }             \
+  void __tsan_write##N(void* p) { accessed(p, N, kWrite, __builtin_return_address(0)); }           \
+  void __tsan_unaligned_read##N(void* p) { accessed(p, N, kRead, __builtin_return_address(0)); }   \
+  void __tsan_unaligned_write##N(void* p) { accessed(p, N, kWrite, __builtin_return_address(0)); } \
+  void __tsan_volatile_read##N(void* p) { accessed(p, N, kRead, __builtin_return_address(0)); }    \
   void __tsan_volatile_write##N(void* p) { accessed(p, N, kWrite, __builtin_return_address(0)); }
 SIMT_HOOKS(1)
 SIMT_HOOKS(2)
@@ -183,9 +204,9 @@ void __ubsan_handle_type_mismatch_v1(UbsanMismatch* data, unsigned long address)
   simt_fail(data->place.file, data->place.line, "misaligned pointer 0x%lx: the access needs %d bytes", address,
             1 << data->log_alignment);
 }
-#define SIMT_OVERFLOW(name)                                                              \
+#define SIMT_OVERFLOW(name)                                                                \
   void __ubsan_handle_##name##_overflow(UbsanPlace* place, unsigned long, unsigned long) { \
-    simt_fail(place->file, place->line, "signed integer overflow (" #name ")");          \
+    simt_fail(place->file, place->line, "signed integer overflow (" #name ")");            \
   }
 SIMT_OVERFLOW(add)
 SIMT_OVERFLOW(sub)

@@ -1,8 +1,8 @@
 // The executor's memory: shared memory poisoned before each block, asynchronous copies that land at a moment the program
 // allows, fences and atomics for ThreadSanitizer, and the checks of alignment and bounds.
-#include "runtime.h"
-
 #include <pthread.h>
+
+#include "runtime.h"
 
 #if defined(SIMT_ASAN)
 #include <sanitizer/asan_interface.h>
@@ -44,7 +44,7 @@ void begin_launch() {
   if (!known) __tsan_java_init(8, (1ul << 47) - 8);
   known = true;
 #elif defined(SIMT_CHECKED)
-  find_images();
+  begin_checks();
 #endif
   forget_trace();
 }
@@ -158,8 +158,7 @@ void simt_async_copy(void* to, const void* from, unsigned bytes, unsigned valid,
   Fiber* me = run.current;
   Site site = {file, line};
   uintptr_t misaligned = (uintptr_t(to) | uintptr_t(from)) & (bytes - 1);
-  if (misaligned)
-    simt_fail(file, line, "misaligned cp.async of %u bytes: %p <- %p", bytes, to, from);
+  if (misaligned) simt_fail(file, line, "misaligned cp.async of %u bytes: %p <- %p", bytes, to, from);
   if (!in_shared(to, bytes))
     simt_fail(file, line, "cp.async to %p is outside the launch's shared memory of %u bytes", to, run.launch->shared_bytes);
   if (in_shared(from, 1)) simt_fail(file, line, "cp.async reads shared memory at %p, it copies from global memory", from);
@@ -207,6 +206,9 @@ void simt_access(const void* address, unsigned bytes, int space, const char* fil
   } else if (space == kGlobal && in_shared(address, 1)) {
     simt_fail(file, line, "global access of %u bytes at %p, which is shared memory", bytes, address);
   }
+#if defined(SIMT_CHECKED)
+  if (space == kGlobal) check_read_only(address, {file, line});
+#endif
 }
 
 float simt_approximate(double exact, double relative_error, unsigned input_bits) {
@@ -214,7 +216,7 @@ float simt_approximate(double exact, double relative_error, unsigned input_bits)
   if (!(fabs(exact) < 3e38) || exact == 1 || fabs(exact) < 0x1p-126) return nearest;
   Random random;
   random.seed(run.launch->model ^ input_bits * 0x9e3779b97f4a7c15ull);
-  double u = double(random.next() >> 11) * 0x1p-52 - 1;  // in [-1, 1)
+  double u = double(random.next() >> 11) * 0x1p-52 - 1;        // in [-1, 1)
   return float(exact * (1 + u * (relative_error - 0x1p-24)));  // rounding to float takes the rest of the bound
 }
 
@@ -228,6 +230,8 @@ void simt_fence() {
 
 void simt_atomic_begin(const void* address, unsigned bytes, const char* file, int line) {
   if (uintptr_t(address) & (bytes - 1)) simt_fail(file, line, "misaligned atomic of %u bytes at %p", bytes, address);
+  if (++run.current->spins > 1000000)
+    simt_fail(file, line, "thread %u waits here for another block; blocks may run one after another", run.current->linear);
 }
 
 // PTX ISA, "Memory Consistency Model": an atomic orders what a fence of the same thread stands before, and what it was followed by

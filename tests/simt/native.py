@@ -131,7 +131,9 @@ class Native:
         base = _base_address(function.path)
         result = []
         for total in totals[:count]:
-            where = f"{total.file.decode()}:{total.line}" if total.file else _line_of(function.path, total.key - 1 - base)
+            where = (
+                f"{total.file.decode()}:{total.line}" if total.file else _line_of(function.path, total.key - 1 - base)
+            )
             space = ("global", "shared")[total.space]
             counts = (total.requests, total.accesses, total.units, total.ideal)
             result.append(Traffic(where, space, bool(total.write), total.bytes, *counts))

@@ -13,7 +13,6 @@
 #include <new>
 
 #if defined(SIMT_ASAN)
-#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #elif defined(SIMT_TSAN)
 #include <sanitizer/tsan_interface.h>
@@ -142,14 +141,14 @@ void fiber_main() {
   warps[me->warp].exited |= 1u << me->lane;
   if (barrier.arrived)
     simt_fail(barrier.site.file, barrier.site.line,
-              "barrier not reached by all: thread %u of block (%u, %u, %u) ended while %u of %u threads wait here",
-              me->linear, simt_block_index.x, simt_block_index.y, simt_block_index.z, barrier.arrived, num_threads);
+              "barrier not reached by all: thread %u of block (%u, %u, %u) ended while %u of %u threads wait here", me->linear,
+              simt_block_index.x, simt_block_index.y, simt_block_index.z, barrier.arrived, num_threads);
   Warp& warp = warps[me->warp];
   for (unsigned i = 0; i < warp.pending; ++i)
     if (warp.ops[i].mask >> me->lane & 1)
       simt_fail(warp.ops[i].site.file, warp.ops[i].site.line,
-                "warp operation with mask %08x: lane %u of warp %u ended while others wait for it here", warp.ops[i].mask,
-                me->lane, me->warp);
+                "warp operation with mask %08x: lane %u of warp %u ended while others wait for it here", warp.ops[i].mask, me->lane,
+                me->warp);
   happens_before(&run.ended);
   leave();
 }
@@ -164,7 +163,7 @@ void reset_fiber(Fiber* fiber, unsigned linear) {
   fiber->num_copies = fiber->committed = 0;
   fiber->fenced = false;
   fiber->observed = nullptr;
-  fiber->epoch = 0;
+  fiber->epoch = fiber->spins = 0;
   fiber->site = {};
   // Tops of the stacks are spread over cache sets: equal low address bits would map all of them to the same few.
   uintptr_t top = uintptr_t(fiber->stack) + fiber->stack_bytes - (linear * 1088 & 16383);
@@ -192,8 +191,8 @@ void assign_contexts() {
     Context& context = contexts[next++ % kMaxThreads];
     if (!context.stack) {
       // One page below each stack stays inaccessible, so that an overflow faults instead of reaching a neighbour.
-      char* memory = static_cast<char*>(mmap(nullptr, kStackBytes + 4096, PROT_READ | PROT_WRITE,
-                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+      char* memory = static_cast<char*>(
+          mmap(nullptr, kStackBytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
       if (memory == MAP_FAILED) throw std::bad_alloc();
       mprotect(memory, 4096, PROT_NONE);
       context.stack = memory + 4096;
@@ -209,10 +208,14 @@ void assign_contexts() {
 
 const char* name_of(State state) {
   switch (state) {
-    case kAtBarrier: return "waits at a barrier";
-    case kAtWarp: return "waits at a warp operation";
-    case kExited: return "ended";
-    default: return "is ready";
+    case kAtBarrier:
+      return "waits at a barrier";
+    case kAtWarp:
+      return "waits at a warp operation";
+    case kExited:
+      return "ended";
+    default:
+      return "is ready";
   }
 }
 
@@ -228,8 +231,7 @@ void report_deadlock() {
   }
   Site site = barrier.arrived ? barrier.site : fibers[0].site;
   if (barrier.arrived)
-    report(site.file, site.line, "barrier not reached by all: %u of %u threads wait here; %s", barrier.arrived, num_threads,
-           text);
+    report(site.file, site.line, "barrier not reached by all: %u of %u threads wait here; %s", barrier.arrived, num_threads, text);
   else
     report(site.file, site.line, "no thread can go on: %s", text);
 }
@@ -270,8 +272,9 @@ void report(const char* file, int line, const char* format, ...) {
   run.failed = true;
   va_list arguments;
   va_start(arguments, format);
-  int used = !file ? 0 : line ? snprintf(run.error, run.error_bytes, "%s:%d: ", file, line)
-                              : snprintf(run.error, run.error_bytes, "%s: ", file);
+  int used = !file  ? 0
+             : line ? snprintf(run.error, run.error_bytes, "%s:%d: ", file, line)
+                    : snprintf(run.error, run.error_bytes, "%s: ", file);
   vsnprintf(run.error + used, run.error_bytes - used, format, arguments);
   va_end(arguments);
 }
@@ -311,6 +314,7 @@ void simt_warp(int kind, unsigned mask, unsigned detail, void* argument, const c
   Warp& warp = warps[me->warp];
   maybe_land_copies(me);
   ++me->epoch;
+  me->spins = 0;
   me->site = {file, line};
   if (!(mask >> me->lane & 1))
     simt_fail(file, line, "warp operation with mask %08x is executed by lane %u, which the mask does not name", mask, me->lane);
@@ -323,8 +327,8 @@ void simt_warp(int kind, unsigned mask, unsigned detail, void* argument, const c
     WarpOp& op = warp.ops[slot];
     if (op.mask == mask) {
       if (op.kind != kind || op.detail != detail || op.site.line != line || strcmp(op.site.file, file))
-        simt_fail(file, line, "lanes of warp %u disagree: lane %u is here, lanes %08x are at %s:%d", me->warp, me->lane,
-                  op.arrived, op.site.file, op.site.line);
+        simt_fail(file, line, "lanes of warp %u disagree: lane %u is here, lanes %08x are at %s:%d", me->warp, me->lane, op.arrived,
+                  op.site.file, op.site.line);
       break;
     }
     if (op.mask & mask)
@@ -353,6 +357,7 @@ int simt_barrier(int predicate, int reduction, const char* file, int line) {
   Fiber* me = run.current;
   maybe_land_copies(me);
   ++me->epoch;
+  me->spins = 0;
   me->site = {file, line};
   if (num_exited)
     simt_fail(file, line, "barrier not reached by all: thread %u had already ended when thread %u arrived here",

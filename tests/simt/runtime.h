@@ -20,9 +20,9 @@ struct Launch {  // filled in by launcher.py
   const void* params;
   unsigned grid[3], block[3];
   unsigned shared_bytes;
-  int copies;               // when asynchronous copies land: -1 the seed decides, else a value of `Copies`
-  unsigned long long seed;  // schedule
-  unsigned long long model; // errors of approximate instructions: the same device model gives the same bits
+  int copies;                    // when asynchronous copies land: -1 the seed decides, else a value of `Copies`
+  unsigned long long seed;       // schedule
+  unsigned long long model;      // errors of approximate instructions: the same device model gives the same bits
   const struct Region* regions;  // [num_regions], sorted by address: what a kernel may touch (checked build)
   unsigned long long num_regions;
   int traced;
@@ -62,15 +62,16 @@ struct Fiber : SimtThread {
   void* stack;
   size_t stack_bytes;
   State state;
-  Site site;                 // where it waits
+  Site site;  // where it waits
   unsigned num_copies;
-  Copy copies[kMaxCopies];   // pending, oldest first
-  unsigned committed;        // groups so far
-  unsigned epoch;            // barriers and warp operations so far
-  bool fenced;               // a fence since the last barrier
-  const void* observed;      // an atomic that was read since the last barrier
-  void* fake_stack;          // AddressSanitizer
-  void* tsan;                // ThreadSanitizer
+  Copy copies[kMaxCopies];  // pending, oldest first
+  unsigned committed;       // groups so far
+  unsigned epoch;           // barriers and warp operations so far
+  unsigned spins;           // atomics since the last of them
+  bool fenced;              // a fence since the last barrier
+  const void* observed;     // an atomic that was read since the last barrier
+  void* fake_stack;         // AddressSanitizer
+  void* tsan;               // ThreadSanitizer
 };
 
 struct WarpOp {  // lanes that wait for one another
@@ -122,10 +123,11 @@ void find_thread_stack(void** bottom, size_t* bytes);
 
 // hooks.cpp, checked build: what every byte of shared memory holds, and which global bytes may be touched
 enum SharedState : unsigned char { kUninitialised, kInitialised, kInFlight };
-void find_images();
+void begin_checks();
 void forget_shared();
 void mark_shared(const void* address, unsigned bytes, SharedState state);
 void check_shared_state(const void* address, unsigned bytes, int write, Site site, const void* pc = nullptr);
+void check_read_only(const void* address, Site site);
 void check_global(const void* address, unsigned bytes, int write, Site site, const void* pc = nullptr);
 
 // trace.cpp

@@ -5,16 +5,16 @@
 // together takes the caller's file and line as defaulted arguments, so that a report can name them.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
@@ -69,9 +69,7 @@ SIMT_INLINE void __syncthreads(SIMT_SITE) { simt_barrier(0, 0, file, line); }
 SIMT_INLINE int __syncthreads_or(int predicate, SIMT_SITE) { return simt_barrier(predicate, 1, file, line); }
 SIMT_INLINE int __syncthreads_and(int predicate, SIMT_SITE) { return simt_barrier(predicate, 2, file, line); }
 SIMT_INLINE int __syncthreads_count(int predicate, SIMT_SITE) { return simt_barrier(predicate, 3, file, line); }
-SIMT_INLINE void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) {
-  simt_warp(kSyncWarp, mask, 0, nullptr, file, line);
-}
+SIMT_INLINE void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) { simt_warp(kSyncWarp, mask, 0, nullptr, file, line); }
 
 struct SimtShuffle {  // one lane's side of a shuffle: the value it offers, the lane it reads
   unsigned long long value;
@@ -117,15 +115,9 @@ SIMT_INLINE unsigned simt_ballot(unsigned mask, int predicate, unsigned detail, 
   simt_warp(kVote, mask, detail, &vote, file, line);
   return vote.ballot;
 }
-SIMT_INLINE unsigned __ballot_sync(unsigned mask, int predicate, SIMT_SITE) {
-  return simt_ballot(mask, predicate, 0, file, line);
-}
-SIMT_INLINE int __any_sync(unsigned mask, int predicate, SIMT_SITE) {
-  return simt_ballot(mask, predicate, 1, file, line) != 0;
-}
-SIMT_INLINE int __all_sync(unsigned mask, int predicate, SIMT_SITE) {
-  return simt_ballot(mask, predicate, 2, file, line) == mask;
-}
+SIMT_INLINE unsigned __ballot_sync(unsigned mask, int predicate, SIMT_SITE) { return simt_ballot(mask, predicate, 0, file, line); }
+SIMT_INLINE int __any_sync(unsigned mask, int predicate, SIMT_SITE) { return simt_ballot(mask, predicate, 1, file, line) != 0; }
+SIMT_INLINE int __all_sync(unsigned mask, int predicate, SIMT_SITE) { return simt_ballot(mask, predicate, 2, file, line) == mask; }
 
 // ------------------------------------------------------------------------- atomics (integers only), fences, loads
 
@@ -137,30 +129,44 @@ SIMT_INLINE T simt_atomic(T* address, F update, const char* file, int line) {
   simt_atomic_end(address, kAcquire, kRelease);
   return old;
 }
-#define SIMT_ATOMIC(T)                                                                                          \
-  SIMT_INLINE T atomicAdd(T* p, T v, SIMT_SITE) {                                                               \
-    return simt_atomic<false, false>(p, [=](T old) { T sum; __builtin_add_overflow(old, v, &sum); return sum; }, file, line);     \
-  }                                                                                                             \
-  SIMT_INLINE T atomicSub(T* p, T v, SIMT_SITE) {                                                               \
-    return simt_atomic<false, false>(p, [=](T old) { T sum; __builtin_sub_overflow(old, v, &sum); return sum; }, file, line);     \
-  }                                                                                                             \
-  SIMT_INLINE T atomicMax(T* p, T v, SIMT_SITE) {                                                               \
-    return simt_atomic<false, false>(p, [=](T old) { return old > v ? old : v; }, file, line);                  \
-  }                                                                                                             \
-  SIMT_INLINE T atomicMin(T* p, T v, SIMT_SITE) {                                                               \
-    return simt_atomic<false, false>(p, [=](T old) { return old < v ? old : v; }, file, line);                  \
-  }                                                                                                             \
-  SIMT_INLINE T atomicOr(T* p, T v, SIMT_SITE) {                                                                \
-    return simt_atomic<false, false>(p, [=](T old) { return old | v; }, file, line);                            \
-  }                                                                                                             \
-  SIMT_INLINE T atomicAnd(T* p, T v, SIMT_SITE) {                                                               \
-    return simt_atomic<false, false>(p, [=](T old) { return old & v; }, file, line);                            \
-  }                                                                                                             \
-  SIMT_INLINE T atomicExch(T* p, T v, SIMT_SITE) {                                                              \
-    return simt_atomic<false, false>(p, [=](T) { return v; }, file, line);                                      \
-  }                                                                                                             \
-  SIMT_INLINE T atomicCAS(T* p, T expected, T v, SIMT_SITE) {                                                   \
-    return simt_atomic<false, false>(p, [=](T old) { return old == expected ? v : old; }, file, line);          \
+#define SIMT_ATOMIC(T)                                                                                 \
+  SIMT_INLINE T atomicAdd(T* p, T v, SIMT_SITE) {                                                      \
+    return simt_atomic<false, false>(                                                                  \
+        p,                                                                                             \
+        [=](T old) {                                                                                   \
+          T sum;                                                                                       \
+          __builtin_add_overflow(old, v, &sum);                                                        \
+          return sum;                                                                                  \
+        },                                                                                             \
+        file, line);                                                                                   \
+  }                                                                                                    \
+  SIMT_INLINE T atomicSub(T* p, T v, SIMT_SITE) {                                                      \
+    return simt_atomic<false, false>(                                                                  \
+        p,                                                                                             \
+        [=](T old) {                                                                                   \
+          T sum;                                                                                       \
+          __builtin_sub_overflow(old, v, &sum);                                                        \
+          return sum;                                                                                  \
+        },                                                                                             \
+        file, line);                                                                                   \
+  }                                                                                                    \
+  SIMT_INLINE T atomicMax(T* p, T v, SIMT_SITE) {                                                      \
+    return simt_atomic<false, false>(p, [=](T old) { return old > v ? old : v; }, file, line);         \
+  }                                                                                                    \
+  SIMT_INLINE T atomicMin(T* p, T v, SIMT_SITE) {                                                      \
+    return simt_atomic<false, false>(p, [=](T old) { return old < v ? old : v; }, file, line);         \
+  }                                                                                                    \
+  SIMT_INLINE T atomicOr(T* p, T v, SIMT_SITE) {                                                       \
+    return simt_atomic<false, false>(p, [=](T old) { return old | v; }, file, line);                   \
+  }                                                                                                    \
+  SIMT_INLINE T atomicAnd(T* p, T v, SIMT_SITE) {                                                      \
+    return simt_atomic<false, false>(p, [=](T old) { return old & v; }, file, line);                   \
+  }                                                                                                    \
+  SIMT_INLINE T atomicExch(T* p, T v, SIMT_SITE) {                                                     \
+    return simt_atomic<false, false>(p, [=](T) { return v; }, file, line);                             \
+  }                                                                                                    \
+  SIMT_INLINE T atomicCAS(T* p, T expected, T v, SIMT_SITE) {                                          \
+    return simt_atomic<false, false>(p, [=](T old) { return old == expected ? v : old; }, file, line); \
   }
 SIMT_ATOMIC(int)
 SIMT_ATOMIC(unsigned)
@@ -184,7 +190,7 @@ SIMT_INLINE T __ldg(const T* address, SIMT_SITE) {
 
 // -------------------------------------------------------------------------------------------- arithmetic
 
-#define SIMT_MIN_MAX(T)                                       \
+#define SIMT_MIN_MAX(T)                                           \
   SIMT_INLINE constexpr T min(T a, T b) { return b < a ? b : a; } \
   SIMT_INLINE constexpr T max(T a, T b) { return a < b ? b : a; }
 SIMT_MIN_MAX(int)
@@ -239,9 +245,18 @@ SIMT_INLINE unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return result;
 }
 SIMT_INLINE float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-SIMT_INLINE float __fadd_rn(float a, float b) { volatile float sum = a + b; return sum; }
-SIMT_INLINE float __fsub_rn(float a, float b) { volatile float difference = a - b; return difference; }
-SIMT_INLINE float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
+SIMT_INLINE float __fadd_rn(float a, float b) {
+  volatile float sum = a + b;
+  return sum;
+}
+SIMT_INLINE float __fsub_rn(float a, float b) {
+  volatile float difference = a - b;
+  return difference;
+}
+SIMT_INLINE float __fmul_rn(float a, float b) {
+  volatile float product = a * b;
+  return product;
+}
 SIMT_INLINE float __fdiv_rn(float a, float b) { return a / b; }
 SIMT_INLINE float __frcp_rn(float a) { return 1.0f / a; }
 SIMT_INLINE float __fsqrt_rn(float a) { return sqrtf(a); }

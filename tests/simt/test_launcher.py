@@ -149,7 +149,9 @@ def test_the_protocol_has_the_same_methods_on_a_gpu() -> None:
 
 
 def test_a_compile_error_shows_kernel_constants_and_the_compilers_words(tmp_path: Path) -> None:
-    (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken(const int p) { kWrong(); }', encoding="utf-8")
+    (tmp_path / "broken.cu").write_text(
+        'extern "C" __global__ void broken(const int p) { kWrong(); }', encoding="utf-8"
+    )
     with pytest.raises(RuntimeError, match=r"(?s)\['broken'\].*'kHeadDim': 64.*broken\.cu:1.*kWrong"):
         SimtLauncher(folder=tmp_path).get("broken", "broken.cu", {"kHeadDim": 64})
 

@@ -19,7 +19,9 @@ from . import build
 
 @dataclass(frozen=True)
 class Wrapper:
-    call: str  # statement; u(i) and f(i) are word i of x, U(i, value) and F(i, value) store word i of y, out has y's type
+    call: (
+        str  # statement; u(i) and f(i) are word i of x, U(i, value) and F(i, value) store word i of y, out has y's type
+    )
     text: str  # expected instruction, operands as {}
     operands: tuple[str, ...]  # in order of the text: "x3" read from word 3 of x, "y2" goes to word 2 of y, "d0" both
     volatile: bool = True
@@ -33,10 +35,14 @@ _D_OUT = "; for (int i = 0; i < 4; ++i) F(i, d[i]);"
 _A4 = "unsigned a[4] = {u(4), u(5), u(6), u(7)}; "
 
 
+def _braces(count: int) -> str:
+    return ", ".join(["{}"] * count)
+
+
 def _mma16(kind: str) -> Wrapper:
     return Wrapper(
         f"{_D_IN}{_A4}mma_m16n8k16_{kind}(d, a, u(8), u(9)){_D_OUT}",
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}};",
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {_braces(14)};",
         (*D, "x4", "x5", "x6", "x7", "x8", "x9", *D),
     )
 
@@ -44,17 +50,16 @@ def _mma16(kind: str) -> Wrapper:
 def _mma8(kind: str) -> Wrapper:
     return Wrapper(
         f"{_D_IN}mma_m16n8k8_{kind}(d, u(4), u(5), u(6)){_D_OUT}",
-        f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}}, {{}};",
+        f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 {_braces(11)};",
         (*D, "x4", "x5", "x6", *D),
     )
 
 
 def _ldmatrix(count: int, trans: str) -> Wrapper:
-    registers = ", ".join(["{}"] * count)
     return Wrapper(
         f"unsigned r[{count}]; ldmatrix_x{count}{trans.replace('.', '_')}(r, smem + u(9)); "
         f"for (int i = 0; i < {count}; ++i) U(i, r[i]);",
-        f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {registers}, [{{}}];",
+        f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {_braces(count)}, [{{}}];",
         (*(f"y{i}" for i in range(count)), "x9"),
         memory=True,
         arch=75,
@@ -130,7 +135,8 @@ extern __shared__ __align__(128) unsigned char smem[];
 
 def ptx(body: str, arch: int) -> str:
     nvrtc = pytest.importorskip("cupy.cuda", reason="CuPy, which brings the binding of NVRTC, is not installed").nvrtc
-    source = f'{flatten("ptx.cuh")}{_PRELUDE}extern "C" __global__ void test(const unsigned* __restrict__ x, unsigned* __restrict__ y) {{ {body} }}'
+    entry = 'extern "C" __global__ void test(const unsigned* __restrict__ x, unsigned* __restrict__ y)'
+    source = f"{flatten('ptx.cuh')}{_PRELUDE}{entry} {{ {body} }}"
     program = nvrtc.createProgram(source, "test.cu", (), ())
     try:
         nvrtc.compileProgram(program, (f"-arch=compute_{arch}", "-std=c++17"))

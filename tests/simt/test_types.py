@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -50,7 +52,9 @@ def test_16_bit_vectors_become_floats(run: Run, name: str, dtype: type, count: i
 
 
 @pytest.mark.parametrize("name", FP8)
-def test_floats_become_fp8_by_rounding_to_nearest_even_and_saturating(run: Run, name: str, rng: np.random.Generator) -> None:
+def test_floats_become_fp8_by_rounding_to_nearest_even_and_saturating(
+    run: Run, name: str, rng: np.random.Generator
+) -> None:
     finite = np.sort(np.arange(256, dtype=np.uint8).view(FP8[name]).astype(np.float32))
     finite = finite[np.isfinite(finite)]
     middles = (finite[1:] + finite[:-1]) / 2  # ties
@@ -65,8 +69,10 @@ def test_floats_become_fp8_by_rounding_to_nearest_even_and_saturating(run: Run, 
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)])
-def test_floats_become_16_bit_by_rounding_to_nearest_even(run: Run, name: str, dtype: type, rng: np.random.Generator) -> None:
-    x = rng.integers(0, 2**32, 3200, dtype=np.uint32).view(np.float32)
+def test_floats_become_16_bit_by_rounding_to_nearest_even(
+    run: Run, name: str, dtype: type, rng: np.random.Generator
+) -> None:
+    x: Any = rng.integers(0, 2**32, 3200, dtype=np.uint32).view(np.float32)
     x = np.where(np.abs(x) < 2.0**-126, 0, x).astype(np.float32)  # the device flushes subnormal floats
     x[:3] = [np.inf, -np.inf, np.nan]
     y = np.zeros(len(x), np.uint16)

@@ -63,7 +63,9 @@ def mma(run: Run, a: Any, b: Any, c: Any, kind: str) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("depth", LAYOUTS)
-def test_mma_multiplies_the_matrices_of_cutes_layouts(run: Run, depth: int, kind: str, rng: np.random.Generator) -> None:
+def test_mma_multiplies_the_matrices_of_cutes_layouts(
+    run: Run, depth: int, kind: str, rng: np.random.Generator
+) -> None:
     a = rng.integers(-8, 9, (16, depth)).astype(np.float64)  # every sum is exact in every format
     b = rng.integers(-8, 9, (depth, 8)).astype(np.float64)
     c = rng.integers(-99, 99, (16, 8)).astype(np.float64)
@@ -89,9 +91,12 @@ def test_mma_keeps_subnormal_inputs(run: Run, kind: str, tiny: float) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_ldmatrix_places_elements_as_cutes_layouts_say(run: Run, count: int, transposed: bool, rng: np.random.Generator) -> None:
+def test_ldmatrix_places_elements_as_cutes_layouts_say(
+    run: Run, count: int, transposed: bool, rng: np.random.Generator
+) -> None:
     # (destination lane, destination bit) -> source bit; matrices lie one after another, 8 rows of 128 bits each.
     matrices = {1: (), 2: (2,), 4: (4,)}[count]
+    layout: Any
     if transposed:
         layout = (((4, 8), (16, 2, *matrices)), ((256, 16), (1, 128, *(1024 for _ in matrices))))
     else:
@@ -120,7 +125,11 @@ def test_movmatrix_transposes_what_ldmatrix_left(run: Run, rng: np.random.Genera
     # PTX ISA, movmatrix: the fragment of row t / 4, elements 2 (t % 4) and the next becomes that of the transposed matrix.
     matrix = rng.integers(0, 2**16, (8, 8), dtype=np.uint16)
     x, y = matrix.view(np.uint32).reshape(-1).copy(), np.zeros(32, np.uint32)
-    run('extern "C" __global__ void test(const Params p) { p.y[threadIdx.x] = movmatrix_trans(p.x[threadIdx.x]); }', x=x, y=y)
+    run(
+        'extern "C" __global__ void test(const Params p) { p.y[threadIdx.x] = movmatrix_trans(p.x[threadIdx.x]); }',
+        x=x,
+        y=y,
+    )
     np.testing.assert_array_equal(y, np.ascontiguousarray(matrix.T).view(np.uint32).reshape(-1))
 
 
@@ -212,13 +221,17 @@ def test_the_errors_belong_to_the_device_model_and_not_to_the_schedule(run: Run)
 
 def test_subnormal_numbers_are_flushed_to_zero(run: Run) -> None:
     x, y = np.full(1, 1e-38, np.float32), np.ones(2, np.float32)
-    kernel = 'extern "C" __global__ void test(const Params p) { p.y[0] = p.x[0] * 0.1f; p.y[1] = p.x[0] * 0.1f * 1e6f; }'
+    kernel = (
+        'extern "C" __global__ void test(const Params p) { p.y[0] = p.x[0] * 0.1f; p.y[1] = p.x[0] * 0.1f * 1e6f; }'
+    )
     run(kernel, x=x, y=y, block=(1, 1, 1))
     np.testing.assert_array_equal(y, [0, 0])
 
 
 def test_blocks_and_threads_run_in_an_order_of_the_seed(run: Run) -> None:
-    kernel = 'extern "C" __global__ void test(const Params p) { p.y[atomicAdd(p.n, 1)] = blockIdx.x * 64 + threadIdx.x; }'
+    kernel = (
+        'extern "C" __global__ void test(const Params p) { p.y[atomicAdd(p.n, 1)] = blockIdx.x * 64 + threadIdx.x; }'
+    )
     orders = []
     for seed in (1, 2, 1):
         y = np.zeros(320, np.int32)

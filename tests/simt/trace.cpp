@@ -4,10 +4,10 @@
 // two warp-wide operations, at the same repetition. A global request costs one unit per 32-byte sector it touches. A shared one
 // is served in phases of 32, 16 or 8 lanes for accesses of up to 4, 8 and 16 bytes (a phase moves at most 128 bytes); a phase
 // costs as many wavefronts as there are different 4-byte words in its busiest bank of 32.
-#include "runtime.h"
-
 #include <map>
 #include <tuple>
+
+#include "runtime.h"
 
 namespace simt {
 

@@ -2,9 +2,9 @@
 // "mma.m16n8k8", "mma.m16n8k16" and "ldmatrix". With lane t, g = t / 4 and c = t % 4:
 //   A, value (v0, v1, v2): row g + 8 v1, column 2 c + v0 + 8 v2     B, value (v0, v1): row 2 c + v0 + 8 v1, column g
 //   C and D, value (v0, v1): row g + 8 v1, column 2 c + v0          (a register holds v0 = 0 low and v0 = 1 high)
-#include "runtime.h"
-
 #include <xmmintrin.h>
+
+#include "runtime.h"
 
 namespace simt {
 
@@ -17,8 +17,8 @@ float half_bits_to_float(unsigned short bits) {
     for (unsigned i = 0; i < 65536; ++i) {
       int exponent = i >> 10 & 31, mantissa = i & 1023;
       float value = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                    : exponent   ? ldexpf(float(1024 + mantissa), exponent - 25)
-                                 : ldexpf(float(mantissa), -24);
+                    : exponent     ? ldexpf(float(1024 + mantissa), exponent - 25)
+                                   : ldexpf(float(mantissa), -24);
       table[i] = i & 0x8000 ? -value : value;
     }
   }
@@ -100,8 +100,8 @@ void run_shuffle(const WarpOp& op) {
     if (!(op.mask >> t & 1)) continue;
     auto shuffle = static_cast<SimtShuffle*>(op.arguments[t]);
     if (!(op.mask >> shuffle->source & 1))
-      simt_fail(op.site.file, op.site.line, "shuffle with mask %08x: lane %d reads lane %u, which the mask does not name",
-                op.mask, t, shuffle->source);
+      simt_fail(op.site.file, op.site.line, "shuffle with mask %08x: lane %d reads lane %u, which the mask does not name", op.mask,
+                t, shuffle->source);
     shuffle->value = values[shuffle->source];
   }
 }
@@ -118,11 +118,16 @@ void run_vote(const WarpOp& op) {
 
 void run_warp_op(const WarpOp& op, Fiber* lanes) {
   switch (op.kind) {
-    case kShuffle: return run_shuffle(op);
-    case kVote: return run_vote(op);
-    case kLoadMatrix: return run_load_matrix(op, lanes);
-    case kMma: return run_mma(op);
-    default: return;
+    case kShuffle:
+      return run_shuffle(op);
+    case kVote:
+      return run_vote(op);
+    case kLoadMatrix:
+      return run_load_matrix(op, lanes);
+    case kMma:
+      return run_mma(op);
+    default:
+      return;
   }
 }
 

@@ -70,8 +70,8 @@ void load() {
     snprintf(text, sizeof text, "%s%s", prefix, name.data());
     return dlsym(library, text);
   };
-  kernels.push_back({reinterpret_cast<void (*)(const void*)>(symbol("simt_entry_")),
-                     *static_cast<unsigned*>(symbol("simt_size_")), *static_cast<int*>(symbol("simt_bounds_"))});
+  kernels.push_back({reinterpret_cast<void (*)(const void*)>(symbol("simt_entry_")), *static_cast<unsigned*>(symbol("simt_size_")),
+                     *static_cast<int*>(symbol("simt_bounds_"))});
   put(unsigned(kernels.size() - 1));
   put(kernels.back().params_bytes);
   put(kernels.back().max_threads);

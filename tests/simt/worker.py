@@ -24,7 +24,9 @@ _OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0",
 }
 _SECONDS = 240.0  # a launch that takes longer hangs
-_NO_RANDOM_ADDRESSES = 0x0040000  # ADDR_NO_RANDOMIZE of personality(2); ThreadSanitizer's shadow needs known address ranges
+_NO_RANDOM_ADDRESSES = (
+    0x0040000  # ADDR_NO_RANDOMIZE of personality(2); ThreadSanitizer's shadow needs known address ranges
+)
 
 
 class Worker:
@@ -75,7 +77,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._handles.clear()
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
             [str(build.worker(self._kind))],
             stdin=subprocess.PIPE,

@@ -67,13 +67,11 @@ CLASSIC = _struct(
 
 def decode_defines(config: KernelConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:
     """The constants of an attention kernel; `vec` is the width of an access to pages in bytes."""
-    defines: dict[str, int | str] = {
+    fewest, most = (0, MANY) if planned else config.takes  # a plan has chosen already
+    return {
         **dict(config.defines), "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap), "kAlibi": int(alibi),
-        "kParamsBytes": ATTENTION.itemsize,
+        "kFewestRows": fewest, "kMostRows": most, "kParamsBytes": ATTENTION.itemsize,
     }  # fmt: skip
-    if config.kernel != "decode":  # a plan has chosen already
-        defines["kFewestRows"], defines["kMostRows"] = (0, MANY) if planned else config.takes
-    return defines
 
 
 def write_defines(

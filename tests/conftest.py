@@ -16,6 +16,7 @@ DEVICES = [
     "reference",
     "cpu",
     "simt",
+    "simt_sm75",
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 

@@ -100,7 +100,7 @@ def cpu() -> Device:
     return Device("cpu", backend)
 
 
-def simt() -> Device:
+def simt(name: str = "simt", arch: int = 90) -> Device:
     """The CUDA backend on the CPU executor; few shapes, since each is compiled once."""
     from simt import build
 
@@ -108,9 +108,13 @@ def simt() -> Device:
         pytest.skip(reason)
     import simt_device
 
-    return Device(
-        "simt", simt_device.backend(), examples=40, head_dims=(8, 64, 80), block_sizes=(1, 3, 16), groups=(1, 3, 5, 17)
-    )
+    few = {"head_dims": (8, 64, 80), "block_sizes": (1, 3, 16), "groups": (1, 3, 5, 17)}
+    return Device(name, simt_device.backend(arch), examples=40, **few)
+
+
+def simt_sm75() -> Device:
+    """The same as a device on which no dtype goes to tensor cores."""
+    return simt("simt_sm75", 75)
 
 
 def cuda() -> Device:

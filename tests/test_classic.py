@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import devices
 import numpy as np
 import pairwise
 import pytest
-import simt_device
 from devices import Device
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simt import build
 
 import cupaged
 from cupaged import classic, reference
@@ -30,24 +29,10 @@ FACTORS = {
 }
 
 
-def on_host() -> Device:
-    return Device("reference")
-
-
-def executor() -> Device:
-    if reason := build.unavailable():
-        pytest.skip(reason)
-    return Device("simt", simt_device.backend())
-
-
-def gpu() -> Device:
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    if not cupy.cuda.is_available():
-        pytest.skip("no CUDA device found")
-    return Device("cuda", None, cupy)
-
-
-@pytest.fixture(params=[on_host, executor, pytest.param(gpu, marks=pytest.mark.gpu)], ids=["host", "simt", "cuda"])
+@pytest.fixture(
+    params=[devices.reference, devices.simt, pytest.param(devices.cuda, marks=pytest.mark.gpu)],
+    ids=["host", "simt", "cuda"],
+)
 def device(request: pytest.FixtureRequest) -> Device:
     return request.param()
 
@@ -221,7 +206,7 @@ def test_the_fast_kernels_agree_with_the_original_ones(device: Device, rng: np.r
 
 
 def test_a_context_too_long_for_a_single_pass_is_refused_before_any_launch(rng: np.random.Generator) -> None:
-    device = executor()
+    device = devices.simt()
     case = make_case(rng, device, [9], head_dim=64, block_size=16, group=1, dtype="float16")
     out = np.full(case.q.shape, np.nan, np.float16)
     before = device.backend.launcher.num_launches
@@ -254,7 +239,7 @@ def test_a_context_too_long_for_a_single_pass_is_refused_before_any_launch(rng: 
 def test_wrong_arguments_are_named(
     rng: np.random.Generator, change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    case = make_case(rng, on_host(), [9], head_dim=64, block_size=16, group=1, dtype="float16")
+    case = make_case(rng, devices.reference(), [9], head_dim=64, block_size=16, group=1, dtype="float16")
     arguments = {
         "out": np.zeros(case.q.shape, np.float16), "query": case.q, "key_cache": case.k_cache, "value_cache": case.v_cache,
         "num_kv_heads": 2, "scale": 0.125, "block_tables": case.tables, "seq_lens": case.lens, "block_size": 16, "max_seq_len": 9,
@@ -264,7 +249,7 @@ def test_wrong_arguments_are_named(
 
 
 def test_partials_of_the_wrong_shape_or_dtype_are_refused(rng: np.random.Generator) -> None:
-    case = make_case(rng, on_host(), [600], head_dim=64, block_size=16, group=1, dtype="float16")
+    case = make_case(rng, devices.reference(), [600], head_dim=64, block_size=16, group=1, dtype="float16")
     good = [np.zeros((1, 2, 2), np.float32), np.zeros((1, 2, 2), np.float32), np.zeros((1, 2, 2, 64), np.float32)]
     rest = (case.q, case.k_cache, case.v_cache, 2, 0.125, case.tables, case.lens, 16, 600)
     out = np.zeros(case.q.shape, np.float16)

@@ -32,7 +32,7 @@ class Machine:
     get: Any  # device array -> host array
 
 
-@pytest.fixture(params=["simt", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["simt", "simt_sm75", pytest.param("cuda", marks=pytest.mark.gpu)])
 def machine(request: pytest.FixtureRequest) -> Any:
     if request.param == "cuda":
         cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -42,7 +42,7 @@ def machine(request: pytest.FixtureRequest) -> Any:
         return
     if reason := build.unavailable():
         pytest.skip(reason)
-    backend = simt_device.backend()
+    backend = simt_device.backend(75 if request.param == "simt_sm75" else 90)
     with simt_device.in_place_of_a_gpu(backend):
         yield Machine(backend, backend.launcher.put, backend.launcher.fetch)
 

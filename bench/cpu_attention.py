@@ -8,6 +8,7 @@ environment variable CUPAGED_VLLM_PYTHON; it runs as one subprocess that takes t
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os

@@ -21,21 +21,21 @@ try:
 except ImportError:
     raise ImportError("numba is not installed: pip install 'cupaged[cpu]'") from None
 
-from .cpu_cache import copy_kernel, write_kernel
+from .cpu_cache import WRITE_ARRAYS, WRITE_FIELDS, copy_kernel, write_kernel
 from .cpu_decode import decode_kernel
 from .cpu_prefill import prefill_kernel
 from .cpu_vector import KV_CODES, call_worker, entry
-from .cpu_work import FIELDS, PACKING, SCRATCH_BYTES, kernels_needed, plan
+from .cpu_work import ARRAYS, FIELDS, PACKING, SCRATCH_BYTES, kernels_needed, plan, resolve
 
-_SERIAL_COST = 1 << 16  # products of a query with a key element; waking threads costs as much as some ten thousand
+_SERIAL_COST = 1 << 18  # products of a query with a key element; waking threads costs about as much
 _SERIAL_ELEMENTS = 1 << 15  # the same for elements to write
-_Q_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
-PARTIALS, TICKETS = FIELDS.index("partials"), FIELDS.index("tickets")
+_KINDS = {"f": 0, "e": 1, "E": 2}  # by the dtype's char: float32, float16, bfloat16
+_PARTIALS, _TICKETS = FIELDS.index("partials"), FIELDS.index("tickets")
+_call, _write = struct.Struct(PACKING), struct.Struct("q" * len(WRITE_FIELDS))
 _threads_free = threading.Lock()
-_pack = struct.Struct(PACKING).pack_into
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[misc,unused-ignore]
+@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _run_parallel(kernel: int, params: int, workers: int) -> None:
     for number in numba.prange(workers):
         call_worker(kernel, params, number)
@@ -46,34 +46,44 @@ def _run_serial(kernel: int, params: int) -> None:
     call_worker(kernel, params, 0)
 
 
+def run(kernel: int, params: int, workers: int) -> None:
+    """Run a compiled worker on the record at `params`, on so many threads."""
+    if workers <= 1:
+        _run_serial(kernel, params)
+        return
+    with _threads_free:
+        _run_parallel(kernel, params, workers)
+
+
+def address(x: Array) -> int:
+    return int(x.ctypes.data)
+
+
 class _Workspace(threading.local):
     """Memory that outlives a call, one set for each Python thread."""
 
     def __init__(self) -> None:
-        self.params = np.zeros(_pack_size // 8, np.int64)
-        self.zeros = np.zeros(256, np.float32)  # head_dim of a key that is not there
-        self.work = np.zeros(0, np.int64)
-        self.partials = np.zeros(0, np.float32)
-        self.tickets = np.zeros(0, np.int64)  # whoever merges sets its ticket back to 0
-        self.scratch = np.zeros(0, np.uint8)
+        self.params = np.zeros(max(_call.size, _write.size) // 8, np.int64)
+        self.where = address(self.params)
+        self.zeros = np.zeros(256, np.float32)  # the row of a key that is not there
+        self.no_key = address(self.zeros)
+        self._rooms: dict[str, tuple[Array, int, int]] = {}
 
     def room(self, name: str, size: int) -> int:
-        """The address of at least `size` elements, aligned to a cache line; grown to double when too small."""
-        array = getattr(self, name)
-        if array.size < size:
-            spare = 64 // array.itemsize
-            array = np.zeros(max(size, 2 * array.size) + spare, array.dtype)
-            array = array[-address(array) % 64 // array.itemsize :][: array.size - spare]
-            setattr(self, name, array)
-        return address(array)
+        """The address of at least `size` bytes, aligned to a cache line; twice as much as before when that was too small.
+
+        New memory is zero: tickets rely on it, and whoever takes the last one sets it back.
+        """
+        _, held, begin = self._rooms.get(name, (None, 0, 0))
+        if held < size:
+            held = max(size, 2 * held)
+            array = np.zeros(held + 64, np.uint8)
+            begin = address(array) + -address(array) % 64
+            self._rooms[name] = array, held, begin
+        return begin
 
 
-_pack_size = struct.calcsize(PACKING)
 _workspace = _Workspace()
-
-
-def address(x: Array | None) -> int:
-    return 0 if x is None else x.ctypes.data
 
 
 @cache
@@ -87,59 +97,51 @@ def _write_kernel(kind: int, kv: int) -> int:
     return int(write_kernel(kind, kv).address)
 
 
-def run(kernel: int, params: int, workers: int) -> None:
-    if workers <= 1:
-        _run_serial(kernel, params)
-        return
-    with _threads_free:
-        _run_parallel(kernel, params, workers)
-
-
 def paged_attention(call: Attention) -> None:
     """Attention of a checked call on NumPy arrays, classic layout excepted. Every row of `call.out` and `call.lse` is written."""
-    q, out, lse, k, v = call.q, call.out, call.lse, call.k_pages, call.v_pages
-    num_seqs = len(call.seq_lens)
-    _, num_heads, head_dim = q.shape
+    q, out, lse, k, v, tables = call.q, call.out, call.lse, call.k_pages, call.v_pages, call.block_tables
+    num_seqs = len(tables)
+    num_heads, head_dim = q.shape[1:]
     _, num_kv_heads, block_size, _ = k.shape
-    own = _workspace
-    threads = numba.get_num_threads()
-    params = own.params
-    where = address(params)
-    _pack(
+    own, threads = _workspace, numba.get_num_threads()
+    params, where = own.params, own.where
+    _call.pack_into(
         params, 0,
-        address(q), address(out), address(lse), address(k), address(v), address(call.block_tables), address(call.seq_lens),
-        address(call.query_start_loc), address(call.alibi_slopes), address(call.sinks), address(call.k_scale), address(call.v_scale),
-        address(own.zeros), own.room("work", 3 * num_seqs), 0, 0, own.room("scratch", threads * SCRATCH_BYTES),
-        *q.strides[:2], *out.strides[:2], *((0, 0) if lse is None else lse.strides), *k.strides[:3], *v.strides[:3],
-        call.block_tables.strides[0],
+        id(q), id(out), id(lse), id(k), id(v), id(tables), id(call.seq_lens), id(call.query_start_loc), id(call.alibi_slopes),
+        id(call.sinks), id(call.k_scale), id(call.v_scale),
+        own.no_key, own.room("work", 24 * num_seqs), 0, 0, own.room("scratch", threads * SCRATCH_BYTES),
+        *q.strides[:2], *out.strides[:2], *((0, 0) if lse is None else lse.strides), *k.strides[:3], *v.strides[:3], tables.strides[0],
         num_seqs, num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, call.causal, call.window or 0, call.chunk or 0,
-        call.num_splits or 0, _Q_KINDS[q.dtype.name], 0, 0,
+        call.num_splits or 0, _KINDS[q.dtype.char], 0, 0,
         call.scale, call.softcap or 0.0,
     )  # fmt: skip
+    resolve(where, ARRAYS, id(None))
     needed = kernels_needed(where)
-    kv = KV_CODES[call.kv_dtype]
     kernel = 0
     while needed >> kernel:
         if needed >> kernel & 1:
             items, cost, floats, tickets = plan(where, kernel)
-            params[PARTIALS], params[TICKETS] = own.room("partials", floats), own.room("tickets", tickets)
-            run(_kernel(kv, kernel), where, 1 if cost < _SERIAL_COST else min(threads, items))
+            params[_PARTIALS], params[_TICKETS] = own.room("partials", 4 * floats), own.room("tickets", 8 * tickets)
+            run(_kernel(KV_CODES[call.kv_dtype], kernel), where, 1 if cost < _SERIAL_COST else min(threads, items))
         kernel += 1
 
 
 def write_kv(call: WriteKV) -> None:
     """Store rows at their slots, checked beforehand; layout "HND" only."""
-    k, v, k_pages, v_pages, slots = call.k, call.v, call.k_pages, call.v_pages, call.slot_mapping
-    slots = slots.astype(np.int64, copy=False)
+    k, v, k_pages, v_pages = call.k, call.v, call.k_pages, call.v_pages
+    slots = call.slot_mapping.astype(np.int64, copy=False)
     _, num_kv_heads, block_size, head_dim = k_pages.shape
-    params = np.array([
-        address(k), address(v), address(k_pages), address(v_pages), address(slots), address(call.k_scale), address(call.v_scale),
+    own = _workspace
+    _write.pack_into(
+        own.params, 0,
+        id(k), id(v), id(k_pages), id(v_pages), id(slots), id(call.k_scale), id(call.v_scale),
         *k.strides[:2], *v.strides[:2], *k_pages.strides[:3], *v_pages.strides[:3],
         len(slots), num_kv_heads, block_size, head_dim, 0,
-    ])  # fmt: skip
-    kernel = _write_kernel(_Q_KINDS[k.dtype.name], KV_CODES[call.kv_dtype])
+    )  # fmt: skip
+    resolve(own.where, WRITE_ARRAYS, id(None))
     elements = len(slots) * num_kv_heads * head_dim
-    run(kernel, address(params), 1 if elements < _SERIAL_ELEMENTS else numba.get_num_threads())
+    kernel = _write_kernel(_KINDS[k.dtype.char], KV_CODES[call.kv_dtype])
+    run(kernel, own.where, 1 if elements < _SERIAL_ELEMENTS else numba.get_num_threads())
 
 
 def copy_blocks(pool: Array, copies: Array) -> None:

@@ -25,6 +25,7 @@ WRITE_FIELDS = (
     "k", "v", "k_pages", "v_pages", "slots", "k_scale", "v_scale", "k_token", "k_head", "v_token", "v_head", "k_block",
     "k_page_head", "k_slot", "v_block", "v_page_head", "v_slot", "num_slots", "num_kv_heads", "block_size", "head_dim", "counter",
 )  # fmt: skip
+WRITE_ARRAYS = 7  # fields that first hold an array's id, see `cpu_work.resolve`
 _WRITE = np.dtype([(name, "<i8") for name in WRITE_FIELDS])
 _WRITE_COUNTER = 8 * WRITE_FIELDS.index("counter")
 COPY_FIELDS = ("pool", "block", "bytes", "copies", "num_copies", "counter")  # copies: int64 [num_copies, 2]

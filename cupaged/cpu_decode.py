@@ -22,9 +22,11 @@ from .cpu_vector import (
     ITEM_BYTES,
     READ_FACTOR,
     WIDTH,
+    accumulate,
     add,
     choose,
     compiled,
+    copy_bytes,
     divide,
     exp,
     fetch_add,
@@ -183,8 +185,7 @@ def _softmax(tile: int, p: Any, mine: int, state: int, positions: int, blocks: i
 @compiled
 def _save(p: Any, mine: int, tile: int, rows: int, partial: int) -> None:
     """One chunk's output [FEW_ROWS, head_dim], largest logits and sums [FEW_ROWS] as a partial result."""
-    for x in range(rows * p.head_dim):
-        poke_float(partial + 4 * x, peek_float(mine + OUTPUT + 4 * x))
+    copy_bytes(mine + OUTPUT, partial, 4 * rows * p.head_dim)
     for r in range(rows):
         at = partial + 4 * (FEW_ROWS * p.head_dim + r)
         poke_float(at, _row_top(mine, tile, r))
@@ -200,17 +201,16 @@ def _merge(p: Any, mine: int, partial: int, r: int, chunks: int) -> tuple[float,
     for c in range(chunks):
         top = max(top, peek_float(partial + c * size + 4 * (FEW_ROWS * D + r)))
     row = mine + OUTPUT + 4 * D * r
+    total = 0.0
     for d in range(D):
         poke_float(row + 4 * d, 0.0)
-    total = 0.0
     for c in range(chunks):
         state = partial + c * size
         part = peek_float(state + 4 * (FEW_ROWS * (D + 1) + r))
         if part != 0.0:
-            factor = math.exp(peek_float(state + 4 * (FEW_ROWS * D + r)) - top)
-            total += factor * part
-            for d in range(D):
-                poke_float(row + 4 * d, peek_float(row + 4 * d) + factor * peek_float(state + 4 * (D * r + d)))
+            weight = math.exp(peek_float(state + 4 * (FEW_ROWS * D + r)) - top)
+            total += weight * part
+            accumulate(state + 4 * D * r, row, D, weight)
     return top, total
 
 

@@ -424,6 +424,18 @@ def widen_row(context: Any, kv: Any, source: Any, target: Any, count: Any) -> An
     return types.void(kv, _address, _address, types.int64), generate
 
 
+def _accumulate(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.Value, factor: ir.Value) -> None:
+    def body(i: ir.Value, width: int) -> None:
+        offset = b.mul(i, int64(4))
+        place = b.add(target, offset)
+        x = emit_load(b, b.add(source, offset), F32, width)
+        _store(b, place, emit_fma(b, x, emit_splat(b, factor, width), emit_load(b, place, F32, width)))
+
+    emit_elements(b, count, body)
+
+
+# (source, target, count, factor): target += factor * source, float32
+accumulate = _operation(types.void, [_address, _address, types.int64, types.float32], _accumulate)
 narrow = tuple(
     _narrow(kind) for kind in (F32, F16, BF16)
 )  # (source, target, count, factor): float32 times factor, rounded

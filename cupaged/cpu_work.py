@@ -8,6 +8,7 @@ from a shared counter; who finishes the last chunk of a (sequence, KV head, row 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 from pathlib import Path
@@ -43,13 +44,14 @@ _SIZES = (
     "num_seqs", "group", "num_kv_heads", "head_dim", "block_size", "causal", "window", "chunk", "num_splits", "q_kind",
     "num_items", "counter",
 )  # fmt: skip
+ARRAYS = 12  # the first fields, which hold an array's id until `resolve`
 FIELDS = _ADDRESSES + _STRIDES + _SIZES  # int64 each; an absent array, window, chunk or num_splits is 0
 CALL = np.dtype([(name, "<i8") for name in FIELDS] + [("scale", "<f8"), ("softcap", "<f8")])
 PACKING = "q" * len(FIELDS) + "dd"
 COUNTER = CALL.fields["counter"][1]  # type: ignore[index]
 
 FEW_ROWS = 8  # up to here one sequence's packed rows are worked on by cpu_decode
-CHUNK = 512  # keys of a chunk, at least
+CHUNK = 256  # keys of a chunk, at least
 SCRATCH_BYTES = 384 * 1024  # a worker's own memory
 MOST_VECTORS = 4 if WIDTH == 16 else 2  # vectors of query rows in a tile of cpu_prefill
 
@@ -115,8 +117,9 @@ def chunks_of(p: Any, m: int, n: int) -> tuple[int, int, int]:
     if n <= 0:
         return 1, 0, 1
     rows = m * p.group
-    # with so many rows more, longer chunks keep partial results small beside the keys and values they stand for
-    length = CHUNK if rows <= 4 * FEW_ROWS else max(CHUNK, 8 * rows)
+    length = CHUNK if n < 4 * CHUNK else 2 * CHUNK if n < 32 * CHUNK else 4 * CHUNK
+    if rows > 4 * FEW_ROWS:  # keeps partial results small beside the keys and values they stand for
+        length = max(length, 8 * rows)
     if p.num_splits:
         length = -(-n // p.num_splits)
     length = -(-length // WIDTH) * WIDTH
@@ -125,7 +128,27 @@ def chunks_of(p: Any, m: int, n: int) -> tuple[int, int, int]:
     return length, low, max(1, high - low)
 
 
-def _planner(source: str) -> tuple[Any, Any]:
+_HEAD = object.__basicsize__
+_probe = np.zeros(1)
+if ctypes.c_void_p.from_address(id(_probe) + _HEAD).value != _probe.ctypes.data:
+    raise ImportError(
+        "this Python does not lay out NumPy arrays as NumPy's C interface says, which the CPU backend relies on"
+    )
+
+
+def _planner(source: str) -> tuple[Any, Any, Any]:
+    @entry
+    def resolve(params: int, count: int, nothing: int) -> None:
+        """Turn the first `count` fields from ids of arrays into addresses of their data, and `nothing` (the id of None) into 0.
+
+        Asking NumPy for an address costs a microsecond an array. An array object begins with CPython's head and then the data
+        pointer (NumPy C-API, PyArrayObject); this is checked when the module is imported.
+        """
+        source  # noqa: B018 - part of the cache key
+        for at in range(params, params + 8 * count, 8):
+            x = peek_long(at)
+            poke_long(at, 0 if x == nothing else peek_long(x + _HEAD))
+
     @entry
     def kernels_needed(params: int) -> int:
         """A bit for each kernel that some sequence needs."""
@@ -165,10 +188,10 @@ def _planner(source: str) -> tuple[Any, Any]:
         p.counter = 0
         return items, cost, floats, tickets
 
-    return kernels_needed, plan
+    return resolve, kernels_needed, plan
 
 
-kernels_needed, plan = _planner(SOURCE)
+resolve, kernels_needed, plan = _planner(SOURCE)
 
 
 @compiled

@@ -4,6 +4,7 @@ from . import classic, reference
 from .allocator import BlockAllocator
 from .attention import merge_states, paged_attention, write_kv
 from .block_pool import BlockPool
+from .cuda import warmup
 from .errors import OutOfBlocks
 from .kv_cache import KVCache, blocks_for
 from .mirror import TableMirror
@@ -25,5 +26,6 @@ __all__ = [
     "paged_attention",
     "plan",
     "reference",
+    "warmup",
     "write_kv",
 ]

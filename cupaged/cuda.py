@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import Array, Attention, WriteKV
+from .arrays import Array, Attention, WriteKV, numpy_dtype
 from .cuda_structs import (
     ATTENTION,
     CLASSIC,
@@ -37,7 +37,7 @@ from .cuda_structs import (
 from .decode_work import DeviceWork, PinnedRing
 from .kernel_config import KernelConfig, attention_kernels
 from .launcher import CupyLauncher, Launcher
-from .plan import Plan, PlanOptions
+from .plan import Plan, PlanOptions, plan_options
 from .schedule import MIN_SHARE
 
 if TYPE_CHECKING:
@@ -262,6 +262,34 @@ class Backend:
         for part in work.parts:
             self._kernel(part.config, 16, planned=True)
 
+    def warmup(self, options: PlanOptions, max_queries: int, softcap: bool, alibi: bool) -> None:
+        """Compile the kernels of such calls, for arrays whose rows allow the widest accesses."""
+        o = options
+        group, itemsize, cache_itemsize = (
+            o.num_heads // o.num_kv_heads,
+            numpy_dtype(o.dtype).itemsize,
+            numpy_dtype(o.kv_dtype).itemsize,
+        )
+        row = o.head_dim * cache_itemsize
+        counts = {min(1 << i, max_queries) for i in range(max_queries.bit_length())} | {max_queries}
+        configs = {
+            config: None  # in order, each once
+            for few in sorted({1, max_queries})
+            for most in sorted(counts)
+            for config in attention_kernels(
+                self.launcher.info, o.head_dim, o.dtype, o.kv_dtype, group, group * min(few, most), group * most
+            )
+        }
+        for config in configs:
+            for planned in (True, False):
+                self._kernel(config, power_of_two(row), planned=planned, softcap=softcap, alibi=alibi)
+        pieces = min(power_of_two(o.head_dim * itemsize) // itemsize, power_of_two(row) // cache_itemsize)
+        for slots in (np.int64, np.int32):
+            defines = write_defines(o.dtype, o.kv_dtype, o.head_dim, pieces, False, np.dtype(slots))
+            self.launcher.get("write_kv", "write_kv.cu", defines)
+        self.launcher.get("copy_blocks", "copy_blocks.cu", copy_defines(16))
+        self.launcher.get("merge", "merge.cu", merge_defines(o.dtype))
+
     def paged_attention(self, call: Attention) -> None:
         """One launch for each kernel that the sequences need (`kernel_config`).
 
@@ -436,6 +464,33 @@ def current_backend() -> Backend:
     if not cupy.cuda.is_available():
         raise RuntimeError("device: 'cuda' found no GPU (CuPy is installed, but no CUDA device or driver is there)")
     return backend(cupy.cuda.Device().id)
+
+
+def warmup(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str = "float16",
+    kv_dtype: str | None = None,
+    max_queries: int = 1,
+    softcap: bool = False,
+    alibi: bool = False,
+) -> None:
+    """Compile what a configuration needs on CuPy's current device, before the first request waits for it.
+
+    Args:
+        num_heads, num_kv_heads, head_dim, dtype, kv_dtype: as in `cupaged.plan`.
+        max_queries: the most query rows that one sequence will have in a step: 1 for decode alone, the chunk size with prefill.
+        softcap, alibi: whether calls will use them.
+
+    Compiled code stays in CuPy's cache on disk, so that a second process only loads it. Raises what `cupaged.plan` raises for
+    wrong sizes, ModuleNotFoundError without CuPy and RuntimeError without a GPU.
+    """
+    options = plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, None, None, None, True)
+    if isinstance(max_queries, bool) or not isinstance(max_queries, (int, np.integer)) or max_queries < 1:
+        raise ValueError(f"max_queries: expected an integer of at least 1, got {max_queries!r}")
+    current_backend().warmup(options, int(max_queries), softcap, alibi)
 
 
 def backend_for(x: Array) -> Any:

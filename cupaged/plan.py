@@ -157,7 +157,7 @@ def plan(
         tokens.block_tables, tokens.seq_lens, tokens.query_start_loc, block_size,
         int(tokens.block_tables.max(initial=-1, where=used)) + 1,
         None if slot_mapping is None else _slots(slot_mapping, tokens.num_tokens),
-        _options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal),
+        plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal),
         _bounds(max_seqs, max_tokens, max_blocks),
     )  # fmt: skip
     if device not in (None, "cpu", "cuda"):
@@ -175,10 +175,11 @@ def plan(
     return result
 
 
-def _options(
+def plan_options(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str | None, window: int | None, chunk: int | None,
     num_splits: int | None, causal: bool,
 ) -> PlanOptions:  # fmt: skip
+    """The options of calls, checked. Raises ValueError naming the one that is wrong."""
     for name, value in (
         ("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("window", window), ("chunk", chunk),
         ("num_splits", num_splits),

@@ -22,15 +22,15 @@ class Launcher(SimtLauncher):
     def __init__(self, arch: int = 90, **options: Any) -> None:
         super().__init__(arch, **options)
         self.num_copies = self.num_launches = 0
-        self._known: dict[Any, Any] = {}
+        self.known: dict[Any, Any] = {}
 
     def get(self, kernel: str, source: str, defines: Any, shared_bytes: int = 0) -> Any:
         """While a graph is captured only what was compiled before; in debug mode with the device-side clamps."""
         defines = {"kDebug": int(kernels.debug()), **defines}
         key = (kernel, source, tuple(sorted(defines.items())), shared_bytes)
-        if key not in self._known:
-            self._known[key] = super().get(kernel, source, defines, shared_bytes)
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = super().get(kernel, source, defines, shared_bytes)
+        return self.known[key]
 
     def launch(self, *arguments: Any, **options: Any) -> None:
         self.num_launches += 1

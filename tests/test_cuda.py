@@ -241,6 +241,47 @@ def test_a_plan_with_bounds_refuses_a_larger_step_and_stays_as_it_was(
         cupaged.paged_attention(too_many, k, v, None, None, plan=plan)
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "kv_dtype", "head_dim"), [(75, "float32", None, 80), (90, "float16", "fp8_e4m3", 64)]
+)
+def test_after_a_warmup_no_call_compiles(
+    rng: np.random.Generator, arch: int, dtype: str, kv_dtype: str | None, head_dim: int
+) -> None:
+    if reason := build.unavailable():
+        pytest.skip(reason)
+    backend = cuda.Backend(simt_device.Launcher(arch))
+    with simt_device.in_place_of_a_gpu(backend):
+        cupaged.warmup(num_heads=6, num_kv_heads=2, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, max_queries=7)
+        compiled = set(backend.launcher.known)
+        for query_lens in (None, [1, 5], [7, 3], [1, 7]):
+            case = make_case(
+                rng,
+                seq_lens=[40, 33],
+                query_lens=query_lens,
+                head_dim=head_dim,
+                group=3,
+                block_size=16,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+            )
+            put = backend.launcher.put
+            case = replace(case, q=put(case.q), k_cache=put(case.k_cache), v_cache=put(case.v_cache))
+            cupaged.paged_attention(*case.arguments(), **case.options)
+            k = put(rng.standard_normal((3, 2, head_dim)).astype(numpy_dtype(dtype)))
+            cupaged.write_kv(k, k, case.k_cache, case.v_cache, np.array([0, -1, 5]), kv_dtype=kv_dtype)
+        backend.copy_blocks(case.k_cache, np.array([[0, 1]]))
+        outs = put(np.zeros((2, 3, 6, head_dim), numpy_dtype(dtype)))
+        cupaged.merge_states(outs, put(np.zeros((2, 3, 6), np.float32)))
+        assert set(backend.launcher.known) == compiled
+
+
+def test_a_warmup_of_impossible_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads: expected a multiple of num_kv_heads = 2, got 5"):
+        cupaged.warmup(num_heads=5, num_kv_heads=2, head_dim=64)
+    with pytest.raises(ValueError, match="max_queries: expected an integer of at least 1, got 0"):
+        cupaged.warmup(num_heads=4, num_kv_heads=2, head_dim=64, max_queries=0)
+
+
 # --------------------------------------------------------------------------------------------------- device metadata
 
 

@@ -33,6 +33,7 @@ constexpr int kQueryRowBytes = (2 * kSteps | 1) * 16;
 constexpr int kGroups = kTokens / 16;  // of keys
 constexpr bool kQueryInRegisters = kRowTiles * kHeadDim <= 256;
 constexpr unsigned kAllLanes = 0xffffffffu;
+static_assert(kHeadBytes % kVec == 0, "a row is whole pieces");
 
 template <bool kWide>
 struct MaskOf {
@@ -118,33 +119,38 @@ __device__ __forceinline__ int query_position(int d) {
 struct alignas(16) TokenRows {  // where a token's key and value begin
   const unsigned char *k, *v;
 };
+
 // One tile, K and after it V, of the tokens that `rows` tells of, by kCopiers threads; zeros where `mapped` has no bit.
+// A power of two of lanes takes a row, some perhaps idle, so that each keeps its place in rows and addresses advance by constants.
 template <int kCopiers, bool kAll>
 __device__ __forceinline__ void copy_tile(unsigned char* tile, const TokenRows* rows, Mask mapped) {
-  constexpr int kChunks = kHeadBytes / kVec, kCopies = kTokens * kChunks;
-  const int lane = threadIdx.x % kCopiers;
-  // Where threads share rows evenly each keeps its place in the row, and addresses advance by constants.
-  constexpr bool kEven = kCopiers % kChunks == 0;
-  unsigned char* to = tile + (kEven ? lane / kChunks * kRowBytes + lane % kChunks * kVec : 0);
+  constexpr int kPieces = kHeadBytes / kVec;
+  constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
+  constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
+  constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce, kBatch = kRounds < 8 ? kRounds : 8;
+  const int first_token = threadIdx.x % kCopiers / kLanes, lane = threadIdx.x % kLanes;
+  unsigned char* to = tile + first_token * kRowBytes + lane * kVec;
   const SharedAddress address = shared_address(to);
-  constexpr int kRounds = (kCopies + kCopiers - 1) / kCopiers, kBatch = kRounds < 8 ? kRounds : 8;
 #pragma unroll
   for (int first = 0; first < kRounds; first += kBatch) {
     TokenRows from[kBatch];  // all before the first copy: a load from shared memory between copies waits for them
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int i = first + j, token = kEven ? i * (kCopiers / kChunks) + lane / kChunks : (i * kCopiers + lane) / kChunks;
-      if (i < kRounds) from[j] = load_as<TokenRows>(rows + (kCopies % kCopiers == 0 ? token : min(token, kTokens - 1)));
+      const int token = (first + j) * kAtOnce + first_token;
+      if (first + j < kRounds) from[j] = load_as<TokenRows>(rows + (kTokens % kAtOnce == 0 ? token : min(token, kTokens - 1)));
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const int i = first + j, token = kEven ? i * (kCopiers / kChunks) + lane / kChunks : (i * kCopiers + lane) / kChunks;
-      const int chunk = kEven ? lane % kChunks : (i * kCopiers + lane) % kChunks;
-      const int offset = kEven ? i * (kCopiers / kChunks) * kRowBytes : token * kRowBytes + chunk * kVec;
-      if (i < kRounds && (kCopies % kCopiers == 0 || token < kTokens)) {
-        const bool valid = kAll || mapped >> token & 1;
-        copy_piece<kVec>(address + offset, to + offset, from[j].k + chunk * kVec, valid);
-        copy_piece<kVec>(address + kTileBytes + offset, to + kTileBytes + offset, from[j].v + chunk * kVec, valid);
+      const int token = (first + j) * kAtOnce + first_token;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int piece = i * kLanes + lane, offset = (first + j) * kAtOnce * kRowBytes + i * kLanes * kVec;
+        const bool real = (kPerLane * kLanes == kPieces || piece < kPieces) && (kTokens % kAtOnce == 0 || token < kTokens);
+        if (first + j < kRounds && real) {
+          const bool valid = kAll || mapped >> token & 1;
+          copy_piece<kVec>(address + offset, to + offset, from[j].k + piece * kVec, valid);
+          copy_piece<kVec>(address + kTileBytes + offset, to + kTileBytes + offset, from[j].v + piece * kVec, valid);
+        }
       }
     }
   }

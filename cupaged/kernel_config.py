@@ -118,7 +118,7 @@ def decode_mma_config(
     while tile > 16 and 2 * tile * head_dim * item > 16384:
         tile //= 2
     tile_bytes = 2 * tile * head_dim * item
-    stages = 2 if tile_bytes > 4096 else 3 if tile_bytes > 2048 else 4  # small tiles: more of them in flight
+    stages = 2 if tile_bytes > 8192 else 3 if tile_bytes > 4096 else 4  # small tiles: more of them in flight
     fixed = warps * tile * 16 + rows * (_query_bytes(head_dim) + 20) + warps * rows * 8 + 16
     ring = stages * 2 * tile * _row_bytes(head_dim * item)
     shared = -(-fixed // 128) * 128 + warps * max(ring, rows * (head_dim + 4) * 4)

@@ -98,7 +98,7 @@ def match(num_tokens: int = 100_000) -> float:
     peer.free(first)
 
     def once() -> None:
-        found, count, *_ = peer.get_computed_blocks(request("again", tokens, True))
+        _, count, *_ = peer.get_computed_blocks(request("again", tokens, True))
         assert count > num_tokens - 2 * SIZE
 
     return best(once, 3)

@@ -9,48 +9,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import BlockPool, Blocks, Ints, integer, integers, require
-from .errors import OutOfBlocks
+from .block_pool import BlockPool, Ints, integer, integers, require
+from .commit import adopt, check_tokens
+from .growth import Growth
+from .prefix_cache import CacheEvent, PrefixCache, Tokens
 from .rows import Rows, ranges
+from .stats import Stats, read_stats
 from .steps import Step
 
 T = TypeVar("T")
-_MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
-_NONE: Ints = np.zeros(0, np.int64)
-_NO_COPIES: Blocks = np.zeros((0, 2), np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Use of the pool. A slot holds one token of every layer."""
-
-    blocks_free: int
-    blocks_used: int
-    blocks_shared: int  # with more than one reference
-    slots_used: int  # distinct slots that hold a token
-    slots_wasted: int  # in used blocks, holding none
-    utilization: float  # used blocks over all blocks
-    fragmentation: float  # wasted slots over the slots of used blocks
-    copies: int  # copy-on-write copies of all steps so far
 
 
 class BlockAllocator:
     """Block tables of requests, over one pool of `num_blocks` blocks of `block_size` token slots.
 
     Ids are any hashable values; `rows` gives ints in their place, which are faster. `watermark` is the share of the pool that
-    `add_request` leaves free for the growth of those that are there; growth itself may use it.
+    `add_request` leaves free for the growth of those that are there; growth itself may use it. With `prefix_caching` a request that
+    comes with its token ids finds the blocks of those that `commit` made known; `record_events` keeps `take_events` informed.
 
     Errors, with nothing changed: OutOfBlocks (a MemoryError) when blocks run out, KeyError for an unknown id or a new one in use,
     ValueError for a request named twice in one call and for counts and lengths out of range, TypeError for wrong types.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, watermark: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = False,
+        watermark: float = 0.0,
+        record_events: bool = False,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = integer(block_size, "block_size", 1)
         if not 0.0 <= watermark <= 1.0:
@@ -58,9 +52,8 @@ class BlockAllocator:
         self.watermark = watermark
         self._reserve = math.ceil(watermark * self.num_blocks)
         self._requests = Rows(self.block_size)
-        self._serial = 0  # of the newest step
-        self._after = 0  # of the newest step with copies
-        self._copies = 0
+        self._cache = PrefixCache(self.pool, self.block_size, record_events) if prefix_caching else None
+        self._growth = Growth(self._requests, self.pool, self._cache)
 
     # ---- what is there ----
 
@@ -107,27 +100,43 @@ class BlockAllocator:
 
     def stats(self) -> Stats:
         """How the pool is used, at the cost of a few operations on the lengths of all requests."""
-        used, slots = self.pool.num_used, self.pool.num_used * self.block_size
-        wasted = self._wasted_slots()
-        return Stats(
-            blocks_free=self.num_free,
-            blocks_used=used,
-            blocks_shared=int(np.count_nonzero(self.pool.ref_count > 1)) if self.pool.sharing else 0,
-            slots_used=slots - wasted,
-            slots_wasted=wasted,
-            utilization=used / self.num_blocks if self.num_blocks else 0.0,
-            fragmentation=wasted / slots if slots else 0.0,
-            copies=self._copies,
-        )
+        return read_stats(self._requests, self.pool, self._growth.copies, self._cache)
 
     # ---- growth ----
 
-    def add_request(self, id: Hashable, n: int) -> Step:
-        """A new request of `n` tokens (0 is allowed); the step has one sequence. Leaves the watermark free."""
-        self._requests.check_new([id])
-        row = self._requests.vacant(1)
-        step = self._extend(row, np.zeros(1, np.int64), _counts(n, 1), self._reserve)
-        self._requests.bind([id], row)
+    def add_request(
+        self,
+        id: Hashable,
+        n: int | None = None,
+        *,
+        token_ids: npt.ArrayLike | None = None,
+        extra_key: Hashable | Mapping[str, Hashable] = None,
+    ) -> Step:
+        """A new request of `n` tokens (0 is allowed); the step has one sequence. Leaves the watermark free.
+
+        With `token_ids` what the prefix cache knows of them is attached first (`step.num_cached` tokens, always fewer than all), and at
+        most `n` of the others (None: all) get slots. A request shares only with those of an equal `extra_key`; a mapping names the
+        kinds of its parts, as in `{"adapter": "x", "salt": "y"}`.
+        """
+        requests = self._requests
+        requests.check_new([id])
+        row = requests.vacant(1)
+        if token_ids is None:
+            if n is None:
+                raise TypeError("expected n or token_ids")
+            count = _counts(n, 1)
+        else:
+            tokens = _tokens(token_ids)
+            count = _counts(len(tokens) if n is None else n, 1)
+        if self._cache is None or token_ids is None:
+            count = count if token_ids is None else np.minimum(count, len(tokens))
+            step = self._growth.extend(row, np.zeros(1, np.int64), count, self._reserve)
+            requests.known[row] = 0
+        else:
+            step = self._growth.attach(row, self._cache.root(extra_key, False), tokens, int(count[0]), self._reserve)
+        if self._cache:
+            requests.root[row] = self._cache.root(extra_key, True)
+        requests.bind([id], row)
         return step
 
     def grow(self, id: Hashable, n: int = 1) -> Step:
@@ -144,15 +153,76 @@ class BlockAllocator:
         """
         selected = self._requests.select(ids, rows)
         counts = None if isinstance(n, int) and n == 1 and n is not True else _counts(n, len(selected))
-        return self._extend(selected, self._requests.lengths.take(selected), counts)
+        return self._growth.extend(selected, self._requests.lengths.take(selected), counts)
 
     def blocks_needed(
         self, ids: Iterable[Hashable] | None = None, n: int | npt.ArrayLike = 1, *, rows: npt.ArrayLike | None = None
     ) -> int:
         """How many blocks `grow_batch` with these arguments would take."""
         selected = self._requests.select(ids, rows)
-        plan = self._plan(selected, self._requests.lengths.take(selected), _counts(n, len(selected)))
+        plan = self._growth.plan(selected, self._requests.lengths.take(selected), _counts(n, len(selected)))
         return plan.num_blocks
+
+    # ---- the prefix cache ----
+
+    def commit(
+        self,
+        ids: Iterable[Hashable] | None = None,
+        token_ids: npt.ArrayLike | Sequence[npt.ArrayLike] = (),
+        *,
+        rows: npt.ArrayLike | None = None,
+    ) -> None:
+        """The next tokens of each request are `token_ids`, and the step that computes them is under way: they can be found from now on.
+
+        `token_ids` is a list with the tokens of each request, or a flat array with all tokens that were not committed yet, request
+        after request. A block whose tokens are all known gets an identity. When another block has that identity, it takes the place
+        of this one, which is freed, unless the request has tokens in later steps already or shares the block.
+
+        Raises ValueError, with nothing changed, for more tokens than there are, and for tokens that differ from those which another
+        request committed in a block that both hold. Without prefix caching it only checks its arguments.
+        """
+        requests = self._requests
+        selected = requests.select(ids, rows)
+        known, lengths = requests.known.take(selected), requests.lengths.take(selected)
+        counts, tokens = _split(token_ids, lengths - known)
+        ends = known + counts
+        if (ends > lengths).any():
+            i = int(np.argmax(ends > lengths))
+            raise ValueError(
+                f"token_ids: expected at most the {lengths[i] - known[i]} tokens of request {requests.names[selected[i]]!r} that are "
+                f"not committed, got {counts[i]}"
+            )
+        if self._cache is None:
+            return
+        places = ranges(known, counts)
+        owners = np.repeat(np.arange(len(selected)), counts)
+        columns = places // self.block_size
+        blocks = requests.at(selected.take(owners), columns).astype(np.int64)
+        wrong = self._cache.learn(blocks, places - columns * self.block_size, tokens)
+        if len(wrong):
+            name = requests.names[selected[owners[wrong[0]]]]
+            raise ValueError(
+                f"token_ids: token {places[wrong[0]]} of request {name!r} differs from what was committed in the block that it shares"
+            )
+        requests.known[selected] = ends
+        first, stop = known // self.block_size, ends // self.block_size
+        full = ((first < stop) & (requests.root.take(selected) > 0)).nonzero()[0]
+        if len(full):
+            adopt(requests, self.pool, self._cache, selected.take(full), first.take(full), stop.take(full))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content, as when weights change; what running requests hold is never found again either."""
+        if self._cache:
+            self._cache.clear()
+            self.pool.forsake()
+            self._requests.root.fill(0)
+
+    def take_events(self) -> list[CacheEvent]:
+        """What the prefix cache stored, removed and cleared since the last call, in order (`record_events=True`)."""
+        if self._cache is None or self._cache.events is None:
+            raise RuntimeError("take_events: make the allocator with prefix_caching=True and record_events=True")
+        events, self._cache.events = self._cache.events, []
+        return events
 
     # ---- sharing ----
 
@@ -174,7 +244,8 @@ class BlockAllocator:
         columns = requests.columns(lengths)
         self.pool.acquire(requests.flat.take(requests.entries(sources, np.zeros_like(columns), columns)))
         requests.tables[targets] = requests.tables.take(sources, 0)
-        requests.lengths[targets] = lengths
+        for values in (requests.lengths, requests.known, requests.root):
+            values[targets] = values.take(sources)
         requests.mark(targets, 0)
         requests.bind(children, targets)
 
@@ -206,9 +277,11 @@ class BlockAllocator:
         differs = (before != after).nonzero()[0]  # sharing leaves most entries as they are
         gained, lost = after.take(differs), before.take(differs)
         self.pool.acquire(gained[gained >= 0])
-        self.pool.release(lost[lost >= 0])
+        held = lost >= 0
+        self.pool.release(lost[held], np.bincount(differs[held] // (len(before) // len(moved)), minlength=len(moved)))
         window[targets] = new
-        requests.lengths[targets] = lengths.take(sources.take(moved))
+        for values in (requests.lengths, requests.known, requests.root):
+            values[targets] = values.take(origins)
         requests.mark(targets, 0)
 
     # ---- shrinking ----
@@ -236,6 +309,8 @@ class BlockAllocator:
             )
         self._release(selected, new, old)
         requests.lengths[selected] = new
+        if self._cache:
+            requests.known[selected] = np.minimum(requests.known.take(selected), new)
 
     def free_request(self, id: Hashable) -> None:
         """Forget a request; its blocks that no one else holds enter the free queue in table order."""
@@ -268,110 +343,14 @@ class BlockAllocator:
         require(
             np.array_equal(held, self.pool.ref_count), f"tables hold {held}, reference counts are {self.pool.ref_count}"
         )
+        if self._cache:
+            self._cache.check()
+            check_tokens(requests, self._cache, live)
         for row in live:
             table = requests.tables[row][mapped[row]]
             require(len(np.unique(table)) == len(table), f"row {row} holds a block twice: {table}")
 
     # ---- inside ----
-
-    def _plan(self, rows: Ints, lengths: Ints, counts: Ints | None) -> _Plan:
-        """What `_extend` will do; changes nothing."""
-        column = lengths // self.block_size  # of the first new token
-        if counts is None:
-            total, have = lengths + 1, column
-            fresh = column * self.block_size == lengths
-            growing, grown = fresh.nonzero()[0], None
-            num_blocks = len(growing)
-        else:
-            total, have = lengths + counts, self._requests.columns(lengths)
-            fresh = self._requests.columns(total) - have
-            growing = fresh.nonzero()[0]
-            grown = fresh.take(growing)
-            num_blocks = int(grown.sum())
-        plan = _Plan(column, total, growing, have.take(growing), grown, _NONE, _NONE, num_blocks)
-        if self.pool.sharing:
-            self._plan_copies(plan, rows, lengths)
-        return plan
-
-    def _plan_copies(self, plan: _Plan, rows: Ints, lengths: Ints) -> None:
-        """Find the sequences that write into a block which stays with others."""
-        writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
-        tails = self._requests.at(rows.take(writing), plan.column.take(writing))
-        references = self.pool.ref_count.take(tails)
-        shared = (references > 1).nonzero()[0]
-        sources = tails.take(shared).astype(np.int64)
-        copied = (self.pool.occurrences(sources) < references.take(shared)) | ~self.pool.last_of_each(sources)
-        plan.copying, plan.sources = writing.take(shared)[copied], sources[copied]
-        plan.num_blocks += len(plan.copying)
-
-    def _extend(self, rows: Ints, lengths: Ints, counts: Ints | None, reserve: int = 0) -> Step:
-        """`counts` more tokens (None: one each) for `rows`, which have `lengths`; leaves `reserve` blocks free."""
-        requests, pool = self._requests, self.pool
-        plan = self._plan(rows, lengths, counts)
-        if plan.num_blocks and plan.num_blocks + reserve > pool.num_free:
-            raise OutOfBlocks(plan.num_blocks, max(pool.num_free - reserve, 0))
-        longest = int(plan.total.max(initial=1))
-        if longest > _MAX_TOKENS:
-            raise ValueError(f"n: a sequence holds at most 2**31 - 1 tokens, not {longest}")
-        columns = -(-longest // self.block_size)
-        requests.widen(columns)
-        step = Step(requests, rows, columns, len(rows) if counts is None else int(counts.sum()))
-        blocks = pool.take(plan.num_blocks)  # the last thing that can fail; from here on, state changes
-
-        step.copies = _NO_COPIES
-        if len(plan.copying):
-            step.copies, blocks = self._copy_on_write(plan, step, blocks)
-        if len(blocks):
-            growing, column = plan.growing, plan.growing_column
-            if plan.grown is not None:
-                growing, column = np.repeat(growing, plan.grown), ranges(column, plan.grown)
-            requests.map(rows.take(growing), column, blocks)
-            step.block_tables[growing, column] = blocks
-        requests.lengths[rows] = plan.total
-        self._finish(step, plan, lengths, counts)
-        return step
-
-    def _copy_on_write(self, plan: _Plan, step: Step, blocks: Blocks) -> tuple[Blocks, Blocks]:
-        """Replace the shared tails; returns (src, dst) of each and the blocks that are left for growth."""
-        needs = np.zeros(len(step.rows), np.int64)
-        needs[plan.growing] = 1 if plan.grown is None else plan.grown
-        needs[plan.copying] += 1
-        # a sequence takes the block for its copy before those for growth
-        first = (needs.cumsum() - needs).take(plan.copying)
-        column = plan.column.take(plan.copying)
-        copies = np.empty((len(first), 2), np.int32)
-        copies[:, 0], copies[:, 1] = plan.sources, blocks.take(first)
-        self._requests.map(step.rows.take(plan.copying), column, copies[:, 1])
-        step.block_tables[plan.copying, column] = copies[:, 1]
-        self.pool.release(plan.sources)
-        self._copies += len(copies)
-        left = np.ones(len(blocks), np.bool_)
-        left[first] = False
-        return copies, blocks[left]
-
-    def _finish(self, step: Step, plan: _Plan, lengths: Ints, counts: Ints | None) -> None:
-        """Fill in what follows from the tables, and number the step."""
-        size, (n, columns) = self.block_size, step.block_tables.shape
-        base = np.arange(0, n * columns * size, columns * size)  # token 0 of each sequence, the tables laid end to end
-        if counts is None:
-            token = base + lengths
-            step.query_start_loc[:] = np.arange(n + 1)
-        else:
-            ends = counts.cumsum()
-            token = np.repeat(base + (lengths - ends + counts), counts) + np.arange(len(step.slot_mapping))
-            step.query_start_loc[0] = 0
-            step.query_start_loc[1:] = ends
-        entry = token // size
-        np.multiply(step.block_tables.reshape(-1).take(entry) - entry, size, out=step.slot_mapping)
-        step.slot_mapping += token
-        step.seq_lens[:] = plan.total
-        step.num_cached = np.zeros(n, np.int32)
-        step.block_size, step.num_blocks = size, self.num_blocks
-        self._serial += 1
-        step.serial, step.after = self._serial, self._after
-        if len(step.copies):
-            self._after = self._serial
-        step.keep_changes(self._requests, lengths, plan.copying)
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:
         """Unmap and release the blocks behind `lengths`."""
@@ -379,8 +358,9 @@ class BlockAllocator:
         first, stop = requests.columns(lengths), requests.columns(old)
         cut = (first < stop).nonzero()[0]
         if len(cut):
-            entries = requests.entries(rows.take(cut), first.take(cut), stop.take(cut))
-            self.pool.release(requests.flat.take(entries))
+            first_cut, stop_cut = first.take(cut), stop.take(cut)
+            entries = requests.entries(rows.take(cut), first_cut, stop_cut)
+            self.pool.release(requests.flat.take(entries), stop_cut - first_cut)
             requests.flat[entries] = -1
         requests.mark(rows, first)
 
@@ -388,35 +368,6 @@ class BlockAllocator:
         columns = -(-int(self._requests.lengths[row]) // self.block_size)
         result: list[int] = self._requests.tables[row, :columns].tolist()
         return result
-
-    def _wasted_slots(self) -> int:
-        """Slots in used blocks that hold no token: only last blocks have such, and only where no one holds the block as a full one."""
-        requests = self._requests
-        rows = (requests.lengths > 0).nonzero()[0]
-        lengths = requests.lengths.take(rows)
-        column = (lengths - 1) // self.block_size
-        tails = requests.at(rows, column).astype(np.int64)
-        filled = lengths - column * self.block_size
-        if self.pool.sharing:
-            order = np.argsort(filled, kind="stable")  # of several owners the one with the most tokens counts
-            tails, filled = tails.take(order), filled.take(order)
-            counted = self.pool.last_of_each(tails) & (self.pool.occurrences(tails) == self.pool.ref_count.take(tails))
-            filled = filled[counted]
-        return int(len(filled) * self.block_size - filled.sum())
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What an extension needs. `growing`, `copying` are positions in the batch."""
-
-    column: Ints  # [n] column of the first new token
-    total: Ints  # [n] lengths afterwards
-    growing: Ints  # sequences that get new columns
-    growing_column: Ints  # the first of them
-    grown: Ints | None  # how many; None: one each
-    copying: Ints  # sequences that replace their last block by a copy
-    sources: Ints  # those blocks
-    num_blocks: int
 
 
 class _View(Mapping[Hashable, T], Generic[T]):
@@ -448,3 +399,32 @@ def _counts(n: int | npt.ArrayLike, size: int, name: str = "n") -> Ints:
     if size and counts.min() < 0:
         raise ValueError(f"{name}: expected integers of at least 0, got {counts.min()}")
     return np.minimum(counts, 2**40)
+
+
+def _tokens(values: npt.ArrayLike) -> Tokens:
+    """`values` as `[n] int32`."""
+    array = np.asarray(values)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return np.ascontiguousarray(array)
+    wide = integers(array, "token_ids")
+    if len(wide) and (wide.min() < -(2**31) or wide.max() >= 2**31):
+        raise ValueError(f"token_ids: expected values of int32, got {wide.min()} to {wide.max()}")
+    return wide.astype(np.int32)
+
+
+def _split(token_ids: npt.ArrayLike | Sequence[npt.ArrayLike], open_: Ints) -> tuple[Ints, Tokens]:
+    """How many tokens are meant for each request, and all of them; `open_ [n]` tokens are not committed yet."""
+    if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
+        token_ids = list(token_ids)
+    if isinstance(token_ids, (list, tuple)) and len(token_ids) and np.ndim(token_ids[0]) == 1:
+        parts = [_tokens(part) for part in token_ids]
+        if len(parts) != len(open_):
+            raise ValueError(f"token_ids: expected a list for each of {len(open_)} requests, got {len(parts)}")
+        return np.array([len(part) for part in parts]), np.concatenate(parts)
+    tokens = _tokens(token_ids)  # type: ignore[arg-type]
+    if len(tokens) != open_.sum():
+        raise ValueError(
+            f"token_ids: expected the {open_.sum()} tokens that are not committed, got {len(tokens)}; a list with the tokens of each "
+            "request may have fewer"
+        )
+    return open_, tokens

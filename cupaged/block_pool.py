@@ -6,23 +6,26 @@ Every call works on arrays of block ids, costs a few array operations, and happe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import OutOfBlocks
+from .free_queues import Blocks, FreeQueue, LruQueue
 
 Ints = npt.NDArray[np.int64]
-Blocks = npt.NDArray[np.int32]  # block ids
 
+_NONE: Ints = np.zeros(0, np.int64)
 _ONE = np.int32(1)  # ufunc.at is twenty times slower with an operand of another dtype
 
 
 class BlockPool:
     """`num_blocks` blocks with reference counts and a FIFO queue of those without references.
 
-    A new pool hands out 0, 1, 2 ...; a block enters the end of the queue when its last reference goes.
+    A new pool hands out 0, 1, 2 ...; a block enters the end of the queue when its last reference goes. With a prefix cache
+    (`track`) free blocks that have an identity wait in a second queue, least recently used first, and are handed out last.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,16 +34,28 @@ class BlockPool:
         self.references = 0  # sum of ref_count
         self._queue = FreeQueue(self.num_blocks)
         self._stamp = np.zeros(self.num_blocks, np.int32)  # scratch: which element of a call named the block last
+        self._cached: LruQueue | None = None
+        self._identity: Ints = np.zeros(0, np.int64)
+        self._forget: Callable[[Blocks], None] = lambda blocks: None
+
+    def track(self, identity: Ints, forget: Callable[[Blocks], None]) -> None:
+        """Keep free blocks with `identity [num_blocks]` above 0 for reuse; `forget` hears of those that are handed out anew."""
+        self._identity, self._forget, self._cached = identity, forget, LruQueue(self.num_blocks)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks with an identity."""
+        return self._cached.count if self._cached else 0
 
     @property
     def num_free(self) -> int:
         """Blocks that `take` can hand out."""
-        return self._queue.count
+        return self._queue.count + self.num_cached
 
     @property
     def num_used(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - self._queue.count
+        return self.num_blocks - self.num_free
 
     @property
     def sharing(self) -> bool:
@@ -49,19 +64,35 @@ class BlockPool:
 
     def free(self) -> Blocks:
         """Ids of the free blocks in the order in which `take` hands them out, a copy `[num_free] int32`."""
-        return self._queue.to_array()
+        plain = self._queue.to_array()
+        return np.concatenate((plain, self._cached.to_array())) if self._cached else plain
 
-    def take(self, count: int) -> Blocks:
-        """Hand out `count` blocks from the front of the queue, one reference each: `[count] int32`.
+    def take(self, count: int, reuse: npt.ArrayLike = ()) -> Blocks:
+        """Hand out `count` blocks from the front of the queues, one reference each: `[count] int32`.
 
+        Blocks of `reuse [m]` are not handed out but get a reference too, free ones with an identity among them.
         Raises OutOfBlocks with nothing taken.
         """
         count = integer(count, "count", 0)
-        if count > self.num_free:
-            raise OutOfBlocks(count, self.num_free)
-        blocks = self._queue.pop(count)
+        kept = self._ids(reuse) if len(np.atleast_1d(reuse)) else _NONE
+        idle = kept[self.ref_count.take(kept) == 0] if len(kept) else kept
+        idle = idle[self.last_of_each(idle)]
+        if len(idle) and (self._cached is None or self._identity.take(idle).min() < 1):
+            raise ValueError("reuse: expected blocks in use or with an identity; take the others")
+        if count + len(idle) > self.num_free:
+            raise OutOfBlocks(count + len(idle), self.num_free)
+        if len(kept):
+            if self._cached and len(idle):
+                self._cached.remove(idle)
+            np.add.at(self.ref_count, kept, _ONE)
+        plain = min(count, self._queue.count)
+        blocks = self._queue.pop(plain)
+        if self._cached and plain < count:
+            victims = self._cached.pop(count - plain)
+            self._forget(victims)
+            blocks = np.concatenate((blocks, victims))
         self.ref_count[blocks] = 1
-        self.references += count
+        self.references += count + len(kept)
         return blocks
 
     def acquire(self, blocks: npt.ArrayLike) -> None:
@@ -77,9 +108,11 @@ class BlockPool:
         np.add.at(self.ref_count, ids, _ONE)
         self.references += len(ids)
 
-    def release(self, blocks: npt.ArrayLike) -> None:
-        """Drop a reference of each of `blocks [n]`, in this order; a block enters the queue at its last release.
+    def release(self, blocks: npt.ArrayLike, tables: Ints | None = None) -> None:
+        """Drop a reference of each of `blocks [n]`, in this order; a block enters its queue at its last release.
 
+        `tables [m]` says how many of the blocks belong to one table, and then to the next; None: all to one. Blocks with an identity
+        enter their queue table by table, later blocks of a table before earlier ones.
         Raises ValueError, with nothing changed, for an id outside the pool and for more releases than references.
         """
         ids = self._ids(blocks)
@@ -94,9 +127,25 @@ class BlockPool:
                 f"blocks: block {block} is released more often than the {self.ref_count[block]} times it is held"
             )
         self.references -= len(ids)
-        freed = ids[left == 0]
-        if len(freed):
-            self._queue.push(freed[self.last_of_each(freed)])
+        at = (left == 0).nonzero()[0]
+        if not len(at):
+            return
+        at = at[self.last_of_each(ids.take(at))]
+        if self._cached:
+            known = self._identity.take(ids.take(at)) > 0
+            if known.any():
+                backward = at[known][::-1]
+                if tables is not None and len(tables) > 1:
+                    table = np.repeat(np.arange(len(tables)), tables)
+                    backward = backward[np.argsort(table.take(backward), kind="stable")]
+                self._cached.push(ids.take(backward))
+                at = at[~known]
+        self._queue.push(ids.take(at))
+
+    def forsake(self) -> None:
+        """Make plain blocks of all cached ones, in their order: their identities are gone."""
+        if self._cached:
+            self._queue.push(self._cached.pop(self._cached.count))
 
     def last_of_each(self, ids: Ints) -> npt.NDArray[np.bool_]:
         """For each element of `ids [n]` whether it is the last one with its value, `[n] bool`."""
@@ -115,14 +164,20 @@ class BlockPool:
         """Verify the pool by itself; raises AssertionError that says what broke."""
         free = self.free()
         require(np.all((free >= 0) & (free < self.num_blocks)), f"the free queue holds ids outside the pool: {free}")
+        require(len(free) == self.num_free, f"{self.num_free} free blocks are counted, the queues hold {free}")
         require(len(np.unique(free)) == len(free), f"a block stands twice in the free queue: {free}")
         require(np.all(self.ref_count >= 0), f"negative reference count: {self.ref_count}")
         require(np.all(self.ref_count[free] == 0), f"a free block has references: {free}, {self.ref_count}")
         require(np.count_nonzero(self.ref_count == 0) == len(free), f"a block is lost: {free}, {self.ref_count}")
-        require(
-            self.references == int(self.ref_count.sum(dtype=np.int64)),
-            f"references {self.references}: {self.ref_count}",
-        )
+        references = int(self.ref_count.sum(dtype=np.int64))
+        require(self.references == references, f"references {self.references}, counted {self.ref_count}")
+        if self._cached:
+            cached = self._cached.to_array()
+            require(np.all(self._identity[cached] > 0), f"a block without identity waits for reuse: {cached}")
+            require(
+                np.all(self._identity[self._queue.to_array()] == 0),
+                f"a block with identity is in the plain queue: {free}",
+            )
 
     def _ids(self, blocks: npt.ArrayLike) -> Ints:
         ids = integers(blocks, "blocks")
@@ -133,42 +188,6 @@ class BlockPool:
     @staticmethod
     def _first(ids: Ints, bad: npt.NDArray[np.bool_]) -> int:
         return int(ids[np.argmax(bad[ids])])
-
-
-class FreeQueue:
-    """FIFO of block ids in a ring of fixed size; holds each id at most once."""
-
-    def __init__(self, capacity: int) -> None:
-        self._ring = np.arange(capacity, dtype=np.int32)
-        self._head = 0
-        self.count = capacity
-
-    def pop(self, count: int) -> Blocks:
-        """The first `count` ids, removed; the caller has checked that there are so many."""
-        blocks = self._slice(count)
-        self.count -= count
-        if len(self._ring):
-            self._head = (self._head + count) % len(self._ring)
-        return blocks
-
-    def push(self, ids: Ints | Blocks) -> None:
-        """Append `ids [n]`."""
-        size = len(self._ring)
-        start = (self._head + self.count) % size
-        straight = min(len(ids), size - start)
-        self._ring[start : start + straight] = ids[:straight]
-        self._ring[: len(ids) - straight] = ids[straight:]
-        self.count += len(ids)
-
-    def to_array(self) -> Blocks:
-        """All ids in order, a copy."""
-        return self._slice(self.count)
-
-    def _slice(self, count: int) -> Blocks:
-        end = self._head + count
-        if end <= len(self._ring):
-            return self._ring[self._head : end].copy()
-        return np.concatenate((self._ring[self._head :], self._ring[: end - len(self._ring)]))
 
 
 def integer(value: Any, name: str, low: int, high: int | None = None) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import Blocks, Ints, integers
+from .block_pool import Ints, integers
+from .free_queues import Blocks
 
 UNCHANGED = np.iinfo(np.int32).max
 
@@ -27,6 +28,8 @@ class Rows:
         self.tables = np.full((8, 8), -1, np.int32)  # [rows, columns]
         self.flat = self.tables.reshape(-1)  # the same memory
         self.lengths = np.full(8, -1, np.int64)  # tokens, -1: no request
+        self.known = np.zeros(8, np.int64)  # of these, committed: how many a prefix cache has been told
+        self.root = np.zeros(8, np.int64)  # where the sequence begins in the prefix cache, 0: it takes no part
         self.changed = np.full(8, UNCHANGED, np.int32)  # first column that may differ from what the last step reported
         self.any_changed = False
         self._stamp = np.zeros(8, np.int64)
@@ -169,6 +172,7 @@ class Rows:
         self.tables, self.flat = tables, tables.reshape(-1)
         self.names += [None] * (new - old)
         self.lengths = _extended(self.lengths, new, -1)
+        self.known, self.root = _extended(self.known, new, 0), _extended(self.root, new, 0)
         self.changed = _extended(self.changed, new, UNCHANGED)
         self._stamp = _extended(self._stamp, new, 0)
         self._vacant[:0] = range(new - 1, old - 1, -1)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import Blocks, Ints
+from .block_pool import Ints
+from .free_queues import Blocks
 from .rows import UNCHANGED, Rows, ranges
 
 Int32s = npt.NDArray[np.int32]

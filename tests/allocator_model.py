@@ -26,18 +26,34 @@ class ModelStep:
     query_start_loc: list[int] = field(default_factory=lambda: [0])
     slots: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    num_cached: list[int] = field(default_factory=list)
 
 
 class Model:
-    def __init__(self, num_blocks: int, block_size: int, watermark: float = 0.0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, watermark: float = 0.0, prefix_caching: bool = False) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.reserve = math.ceil(watermark * num_blocks)
-        self.free = list(range(num_blocks))
+        self.caching = prefix_caching
+        self.plain = list(range(num_blocks))  # free, without identity, first in, first out
+        self.idle = []  # free, with identity, least recently used first
         self.owners = [0] * num_blocks
         self.tables: dict[Hashable, list[int]] = {}
         self.lengths: dict[Hashable, int] = {}
         self.copies = 0
+        # what is known: tokens of each block, identities by number, from the oldest to the newest
+        self.known: dict[Hashable, int] = {}
+        self.root_of: dict[Hashable, int] = {}
+        self.tokens: list[list[int]] = [[] for _ in range(num_blocks)]
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}  # number -> (parent's number, tokens)
+        self.holders: dict[int, list[int]] = {}  # number -> blocks, the canonical one first
+        self.roots: dict[Hashable, int] = {}
+        self.numbers = 0
+        self.queried = self.hit = 0
+
+    @property
+    def free(self) -> list[int]:
+        return self.plain + self.idle
 
     # ---- every call: on a copy, then all at once ----
 
@@ -47,14 +63,90 @@ class Model:
         self.__dict__ = trial.__dict__
         return result
 
-    def add_request(self, name: Hashable, n: int) -> ModelStep:
+    def add_request(
+        self, name: Hashable, n: int | None, token_ids: list[int] | None = None, key: Hashable = 0
+    ) -> ModelStep:
         if name in self.tables:
             raise KeyError(name)
+        if n is None:
+            n = len(token_ids)
+        if n < 0:
+            raise ValueError(n)
+        if token_ids is not None:
+            n = min(n, len(token_ids))
+        before, self_before = len(self.free), copy.deepcopy(self)
         self._start(name)
-        needed = -(-max(n, 0) // self.block_size)
-        if needed and needed + self.reserve > len(self.free):
-            raise OutOfBlocks(needed, len(self.free))
-        return self.grow_batch([name], [n])
+        try:
+            cached, copied = self._attach(name, token_ids, key, n, partly=True)
+            step = self._first_step(name, token_ids, n, cached, copied, before)
+        except OutOfBlocks:
+            # without the copy of a partly equal block, whose source must stay, it may be enough
+            self.__dict__ = self_before.__dict__
+            self._start(name)
+            cached, copied = self._attach(name, token_ids, key, n, partly=False)
+            step = self._first_step(name, token_ids, n, cached, copied, before)
+        if token_ids is not None and self.caching:
+            self.queried += len(token_ids)
+            self.hit += cached
+        if self.caching:
+            if key not in self.roots:
+                self.numbers += 1
+                self.roots[key] = self.numbers
+            self.root_of[name] = self.roots[key]
+        return step
+
+    def _first_step(
+        self, name: Hashable, token_ids: list[int] | None, n: int, cached: int, copied: list[Any], before: int
+    ) -> ModelStep:
+        step = ModelStep(copies=copied)
+        new = n if token_ids is None else min(n, len(token_ids) - cached)
+        self._grow(name, new, step)
+        step.num_cached = [cached]
+        step.tables.append(list(self.tables[name]))
+        for source, _ in copied:
+            self._drop([source])
+        taken = before - len(self.free)
+        if taken and taken + self.reserve > before:
+            raise OutOfBlocks(taken, before)
+        return step
+
+    def _attach(
+        self, name: Hashable, token_ids: list[int] | None, key: Hashable, n: int, partly: bool
+    ) -> tuple[int, list[Any]]:
+        """Tokens found in the cache, and the copy of a partly equal block, whose source is held."""
+        if token_ids is None or not self.caching or key not in self.roots:
+            return 0, []
+        size, number, most = self.block_size, self.roots[key], len(token_ids) - 1
+        table = []
+        while (len(table) + 1) * size <= most:
+            words = tuple(token_ids[len(table) * size : (len(table) + 1) * size])
+            child = next((c for c, content in self.content.items() if content == (number, words)), None)
+            if child is None:
+                break
+            table.append(self.holders[child][0])
+            number = child
+        cached = len(table) * size
+        self._hold(table)
+        self.tables[name], self.lengths[name] = list(table), cached
+        rest = token_ids[cached : min(most, cached + size)]
+        best, common = None, 0
+        for child in reversed(self.content):
+            if self.content[child][0] == number:
+                same = [a == b for a, b in zip(self.content[child][1], rest, strict=False)]
+                length = same.index(False) if False in same else len(same)
+                if length > common:
+                    best, common = child, length
+        self.known[name] = cached
+        if best is None or not n or not partly:
+            return cached, []
+        source = self.holders[best][0]
+        self._hold([source])
+        fresh = self._take()
+        self.copies += 1
+        self.tokens[fresh] = self.tokens[source][:common]
+        self.tables[name].append(fresh)
+        self.lengths[name] = self.known[name] = cached + common
+        return cached + common, [(source, fresh)]
 
     def grow_batch(self, names: Sequence[Hashable], counts: Sequence[int]) -> ModelStep:
         self._check(names)
@@ -65,7 +157,22 @@ class Model:
             self._grow(name, n, step)
         for name in names:
             step.tables.append(list(self.tables[name]))
+        step.num_cached = [0] * len(names)
         return step
+
+    def commit(self, names: Sequence[Hashable], token_ids: Sequence[Sequence[int]]) -> None:
+        self._check(names)
+        for name, tokens in zip(names, token_ids, strict=True):
+            if self.known[name] + len(tokens) > self.lengths[name]:
+                raise ValueError(tokens)
+        if self.caching:
+            for name, tokens in zip(names, token_ids, strict=True):
+                self._commit(name, tokens)
+
+    def reset_prefix_cache(self) -> None:
+        self.content, self.holders, self.roots = {}, {}, {}
+        self.plain, self.idle = self.plain + self.idle, []
+        self.root_of = dict.fromkeys(self.root_of, 0)
 
     def fork_batch(self, parents: Sequence[Hashable], children: Sequence[Hashable]) -> None:
         for parent in parents:
@@ -75,17 +182,16 @@ class Model:
             if child in self.tables:
                 raise KeyError(child)
             self._start(child)
-            self._share(child, self.tables[parent], self.lengths[parent])
+            self._share(child, self._state(parent))
 
     def reorder(self, names: Sequence[Hashable], parents: Sequence[int]) -> None:
         self._check(names)
         if any(not 0 <= p < len(names) for p in parents):
             raise ValueError(parents)
-        old = [(self.tables[name], self.lengths[name]) for name in names]
+        old = [self._state(name) for name in names]
         for name, parent in zip(names, parents, strict=True):
-            self._start(name)
-            self._share(name, *old[parent])
-        for table, _ in old:
+            self._share(name, old[parent])
+        for table, *_ in old:
             self._drop(table)
 
     def truncate_batch(self, names: Sequence[Hashable], lengths: Sequence[int]) -> None:
@@ -96,13 +202,14 @@ class Model:
             columns = -(-length // self.block_size)
             kept, dropped = self.tables[name][:columns], self.tables[name][columns:]
             self.tables[name], self.lengths[name] = kept, length
+            self.known[name] = min(self.known[name], length)
             self._drop(dropped)
 
     def free_batch(self, names: Sequence[Hashable]) -> None:
         self._check(names)
         for name in names:
             self._drop(self.tables.pop(name))
-            del self.lengths[name]
+            del self.lengths[name], self.known[name], self.root_of[name]
 
     # ---- single actions ----
 
@@ -114,34 +221,66 @@ class Model:
             raise ValueError(names)
 
     def _start(self, name: Hashable) -> None:
-        self.tables[name], self.lengths[name] = [], 0
+        self.tables[name], self.lengths[name], self.known[name], self.root_of[name] = [], 0, 0, 0
+
+    def number(self, block: int) -> int:
+        """The number of a block's identity, 0 when it has none."""
+        return next((number for number, blocks in self.holders.items() if block in blocks), 0)
 
     def _take(self) -> int:
-        if not self.free:
+        if self.plain:
+            block = self.plain.pop(0)
+        elif self.idle:
+            block = self.idle.pop(0)
+            self._forget(block)
+        else:
             raise OutOfBlocks(1, 0)
-        block = self.free.pop(0)
         self.owners[block] = 1
+        self.tokens[block] = []
         return block
 
-    def _share(self, name: Hashable, table: list[int], length: int) -> None:
-        for block in table:
-            self.owners[block] += 1
-        self.tables[name], self.lengths[name] = list(table), length
-
-    def _drop(self, blocks: list[int]) -> None:
+    def _hold(self, blocks: list[int]) -> None:
         for block in blocks:
+            self.owners[block] += 1
+            if block in self.idle:
+                self.idle.remove(block)
+
+    def _state(self, name: Hashable) -> tuple[list[int], int, int, int]:
+        return list(self.tables[name]), self.lengths[name], self.known[name], self.root_of[name]
+
+    def _share(self, name: Hashable, state: tuple[list[int], int, int, int]) -> None:
+        self._hold(state[0])
+        self.tables[name] = list(state[0])
+        _, self.lengths[name], self.known[name], self.root_of[name] = state
+
+    def _drop(self, table: list[int]) -> None:
+        gone = []
+        for block in table:
             self.owners[block] -= 1
             if self.owners[block] == 0:
-                self.free.append(block)
+                gone.append(block)
+        self.plain += [block for block in gone if not self.number(block)]
+        self.idle += [block for block in reversed(gone) if self.number(block)]
+
+    def _forget(self, block: int) -> None:
+        number = self.number(block)
+        if number:
+            self.holders[number].remove(block)
+            if not self.holders[number]:
+                del self.holders[number], self.content[number]
 
     def _grow(self, name: Hashable, n: int, step: ModelStep) -> None:
         table, length = self.tables[name], self.lengths[name]
-        if n and length % self.block_size and self.owners[table[-1]] > 1:
-            fresh = self._take()
-            self.owners[table[-1]] -= 1
-            step.copies.append((table[-1], fresh))
-            self.copies += 1
-            table[-1] = fresh
+        if n and length % self.block_size:
+            if self.owners[table[-1]] > 1:
+                fresh = self._take()
+                self.owners[table[-1]] -= 1
+                step.copies.append((table[-1], fresh))
+                self.copies += 1
+                self.tokens[fresh] = list(self.tokens[table[-1]])
+                table[-1] = fresh
+            self._forget(table[-1])
+            del self.tokens[table[-1]][length % self.block_size :]
         for position in range(length, length + n):
             if position % self.block_size == 0:
                 table.append(self._take())
@@ -149,6 +288,35 @@ class Model:
         self.lengths[name] = length + n
         step.seq_lens.append(length + n)
         step.query_start_loc.append(step.query_start_loc[-1] + n)
+
+    def _commit(self, name: Hashable, tokens: Sequence[int]) -> None:
+        size, table = self.block_size, self.tables[name]
+        first = self.known[name]
+        for position, token in enumerate(tokens, first):
+            known = self.tokens[table[position // size]]
+            if position % size < len(known):
+                if known[position % size] != token:
+                    raise ValueError(token)
+            else:
+                known.append(token)
+        self.known[name] += len(tokens)
+        settled = self.known[name] == self.lengths[name]
+        for column in range(first // size, self.known[name] // size):
+            block = table[column]
+            if not self.root_of[name] or self.number(block):
+                continue
+            content = (self.number(table[column - 1]) if column else self.root_of[name], tuple(self.tokens[block]))
+            number = next((n for n, c in self.content.items() if c == content), None)
+            if number is None:
+                self.numbers += 1
+                self.content[self.numbers], self.holders[self.numbers] = content, [block]
+            elif settled and self.owners[block] == 1:
+                canonical = self.holders[number][0]
+                self._hold([canonical])
+                table[column] = canonical
+                self._drop([block])
+            else:
+                self.holders[number].append(block)
 
     def stats(self) -> dict[str, Any]:
         used = sum(n > 0 for n in self.owners)
@@ -167,6 +335,10 @@ class Model:
             "utilization": used / self.num_blocks if self.num_blocks else 0.0,
             "fragmentation": wasted / (used * self.block_size) if used else 0.0,
             "copies": self.copies,
+            "blocks_cached": len(self.idle),
+            "queried_tokens": self.queried,
+            "hit_tokens": self.hit,
+            "hit_rate": self.hit / self.queried if self.queried else None,
         }
 
 
@@ -181,6 +353,7 @@ def observe(alloc: BlockAllocator) -> dict[str, Any]:
         "num_free": alloc.num_free,
         "owners": alloc.pool.ref_count.tolist(),
         "rows": alloc.rows(names).tolist(),
+        "identities": alloc._cache.serial.tolist() if alloc._cache else [0] * alloc.num_blocks,
         "stats": {name: getattr(stats, name) for name in stats.__dataclass_fields__},
     }
 
@@ -194,6 +367,7 @@ def assert_same(alloc: BlockAllocator, model: Model) -> None:
     assert seen["free"] == model.free
     assert seen["num_free"] == len(model.free)
     assert seen["owners"] == model.owners
+    assert seen["identities"] == [model.number(block) for block in range(model.num_blocks)]
     assert seen["stats"] == model.stats()
 
 
@@ -206,6 +380,7 @@ def assert_step(step: Step, expected: ModelStep) -> None:
     assert step.query_start_loc.tolist() == expected.query_start_loc
     assert step.slot_mapping.tolist() == expected.slots
     assert [tuple(pair) for pair in step.copies.tolist()] == expected.copies
+    assert step.num_cached.tolist() == expected.num_cached
     dtypes = {
         name: getattr(step, name).dtype.name
         for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "copies")
@@ -219,23 +394,21 @@ def assert_step(step: Step, expected: ModelStep) -> None:
 
 
 class ShadowPages:
-    """Pages that hold token names: what is written where, and what a table then reads."""
+    """Pages that hold, in place of keys and values, what those would depend on: one int for each sequence of tokens up to a slot."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.slots = np.full((num_blocks, block_size), -1)
-        self.written = 0
 
-    def run(self, step: Step) -> list[list[int]]:
-        """Copies, then writes of new names; returns what each sequence wrote."""
+    def run(self, step: Step, written: Sequence[Sequence[int]]) -> None:
+        """Copies, then writes: `written[i]` are the new contents of sequence i."""
         sources, targets = step.copies.T
         assert not set(sources.tolist()) & set(targets.tolist()), "a block is source and destination in one step"
         assert len(set(targets.tolist())) == len(targets), "a block is a destination twice in one step"
         self.slots[targets] = self.slots[sources]
-        tokens = np.arange(self.written, self.written + len(step.slot_mapping))
-        self.written += len(tokens)
-        assert len(set(step.slot_mapping.tolist())) == len(tokens), "two tokens of one step have one slot"
-        self.slots.reshape(-1)[step.slot_mapping] = tokens
-        return [part.tolist() for part in np.split(tokens, step.query_start_loc[1:-1])] if len(step.seq_lens) else []
+        assert [len(part) for part in written] == np.diff(step.query_start_loc).tolist()
+        contents = [content for part in written for content in part]
+        assert len(set(step.slot_mapping.tolist())) == len(contents), "two tokens of one step have one slot"
+        self.slots.reshape(-1)[step.slot_mapping] = contents
 
     def read(self, table: Sequence[int], length: int) -> list[int]:
         return self.slots[np.array(table, int)].reshape(-1)[:length].tolist()

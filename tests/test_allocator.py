@@ -230,13 +230,22 @@ def test_a_wrong_call_says_why_and_changes_nothing(call: Any, error: type[Except
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
-    [((-1, 4), ValueError), ((2**31, 4), ValueError), ((4, 0), ValueError), ((4.0, 4), TypeError), ((4, 4, -0.1), ValueError),
-     ((4, 4, 1.1), ValueError), ((4, 4, float("nan")), ValueError)],
-)  # fmt: skip
-def test_impossible_sizes_are_refused(arguments: tuple[Any, ...], error: type[Exception]) -> None:
+    ("num_blocks", "block_size", "watermark", "error"),
+    [
+        (-1, 4, 0.0, ValueError),
+        (2**31, 4, 0.0, ValueError),
+        (4, 0, 0.0, ValueError),
+        (4.0, 4, 0.0, TypeError),
+        (4, 4, -0.1, ValueError),
+        (4, 4, 1.1, ValueError),
+        (4, 4, float("nan"), ValueError),
+    ],
+)
+def test_impossible_sizes_are_refused(
+    num_blocks: Any, block_size: Any, watermark: float, error: type[Exception]
+) -> None:
     with pytest.raises(error):
-        BlockAllocator(*arguments)
+        BlockAllocator(num_blocks, block_size, watermark=watermark)
 
 
 def test_tables_and_lengths_read_like_dicts() -> None:

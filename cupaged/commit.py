@@ -1,0 +1,65 @@
+"""What happens to tables when full blocks become known: identities, and one block in place of two equal ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .block_pool import BlockPool, Ints, require
+from .prefix_cache import PrefixCache
+from .rows import Rows, ranges
+
+
+def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first: Ints, stop: Ints) -> None:
+    """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities, as row by row would."""
+    columns = ranges(first, stop - first)
+    owners = np.repeat(np.arange(len(rows)), stop - first)
+    blocks = requests.at(rows.take(owners), columns).astype(np.int64)
+    if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
+        for i in range(len(rows)):  # rows with blocks in common: the first one names them
+            here = slice(i, i + 1)
+            adopt(requests, pool, cache, rows[here], first[here], stop[here])
+        return
+    unnamed = cache.serial.take(blocks) == 0  # others may have named the first of a row's blocks
+    columns, owners, blocks = columns[unnamed], owners[unnamed], blocks[unnamed]
+    if not len(blocks):
+        return
+    starts = np.concatenate((np.zeros(1, np.int64), (np.diff(owners) != 0).nonzero()[0] + 1))
+    heads = owners.take(starts)
+    before = columns.take(starts) - 1
+    above = np.where(before >= 0, requests.at(rows.take(heads), np.maximum(before, 0)), -1).astype(np.int64)
+    canonical = cache.identify(blocks, columns, starts, above, requests.root.take(rows.take(heads)))
+
+    twins = (canonical != blocks).nonzero()[0]
+    if not len(twins):
+        return
+    of = rows.take(owners.take(twins))
+    free = (pool.ref_count.take(blocks.take(twins)) == 1) & (requests.known.take(of) == requests.lengths.take(of))
+    for block, other in zip(blocks[twins[~free]].tolist(), canonical[twins[~free]].tolist(), strict=True):
+        cache.join(block, other)
+    replaced, of = twins[free], of[free]
+    pool.take(0, reuse=canonical.take(replaced))
+    requests.map(of, columns.take(replaced), canonical.take(replaced).astype(np.int32))
+    pool.release(blocks.take(replaced))
+    np.minimum.at(requests.changed, of, columns.take(replaced).astype(np.int32))
+    requests.any_changed = True
+
+
+def check_tokens(requests: Rows, cache: PrefixCache, rows: Ints) -> None:
+    """Raises AssertionError unless every committed full block of `rows` has an identity that continues the one before it."""
+    size = requests.block_size
+    for row in rows.tolist():
+        known, length = int(requests.known[row]), int(requests.lengths[row])
+        require(0 <= known <= length, f"row {row} has {known} committed tokens of {length}")
+        for column in range(-(-known // size)):
+            block = int(requests.tables[row, column])
+            filled = min(size, known - column * size)
+            require(
+                cache.filled[block] >= filled,
+                f"row {row}: block {block} knows {cache.filled[block]} of {filled} tokens",
+            )
+            if filled == size and requests.root[row]:
+                above = cache.serial[requests.tables[row, column - 1]] if column else requests.root[row]
+                require(
+                    cache.serial[block] > 0, f"row {row}: block {block} in column {column} is full and has no identity"
+                )
+                require(cache.parent[block] == above, f"row {row}: block {block} does not continue the block before it")

@@ -1,0 +1,334 @@
+"""Identities: which tokens a block holds, after which others, so that a prompt finds what was computed before.
+
+An identity is (number of the parent's identity, token ids); numbers are never used again. The parent of a sequence's first block is
+a root, one for each `extra_key`, so that the key is part of the whole chain. A match walks from the root and compares the parent's
+number and the tokens at every block. Hashes only find candidates: they are sums over a prefix, computed for all blocks at once.
+
+Arrays are indexed by physical block. Blocks with one identity are twins: the first of them, the canonical block, is what a match
+finds, and the next takes its place when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .block_pool import BlockPool, Ints
+from .free_queues import Blocks
+from .hash_index import Hashes, HashIndex
+from .siblings import Siblings, common_lengths
+
+Tokens = npt.NDArray[np.int32]
+
+_SIBLINGS = 64  # children of one parent that are compared for a partial match, the newest ones
+_FACTORS = np.random.default_rng(0x5EED).integers(1 << 62, 1 << 63, 1 << 10, np.uint64) | np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """What an outside index must know. `serials` number identities: equal number, equal prefix."""
+
+    kind: str  # "stored", "removed" or "cleared"
+    serials: Ints  # [n]
+    parents: Ints  # [n], "stored" only: number of the parent's identity or of a root
+    token_ids: Tokens  # [n, block_size], "stored" only
+    root_of: Mapping[int, Hashable]  # "stored" only: extra_key of those parents that are roots
+
+
+class PrefixCache:
+    """The identities of a pool's blocks. `allocator` decides when; tables and references are its own."""
+
+    def __init__(self, pool: BlockPool, block_size: int, record_events: bool = False) -> None:
+        n = pool.num_blocks
+        self._pool, self.block_size = pool, block_size
+        self.tokens = np.zeros((n, block_size), np.int32)
+        self.filled = np.zeros(n, np.int32)  # how many of them are known
+        self.serial = np.zeros(n, np.int64)  # number of the identity, 0: none
+        self.parent = np.zeros(n, np.int64)  # number of the parent's identity
+        self._twin = np.full(n, -1, np.int32)  # next block of the same identity
+        self._index = HashIndex(np.zeros(n, np.uint64))
+        self._siblings = Siblings(pool, self.serial, self.parent)
+        self._roots: dict[Hashable, int] = {}
+        self._keys: dict[int, Hashable] = {}  # extra_key of each root
+        self._next = 1
+        self.events: list[CacheEvent] | None = [] if record_events else None
+        self.queried_tokens = self.hit_tokens = 0
+        pool.track(self.serial, self.forget)
+
+    def root(self, extra_key: Hashable | Mapping[str, Hashable], create: bool) -> int:
+        """Number of the root of `extra_key`; 0 when no request had it so far and `create` is False."""
+        key = _frozen(extra_key)
+        root = self._roots.get(key, 0)
+        if not root and create:
+            root = self._roots[key] = self._numbers(1)
+            self._keys[root] = extra_key
+        return root
+
+    # ---- finding ----
+
+    def match(self, root: int, tokens: Tokens, most: int) -> tuple[Ints, int, int]:
+        """The longest cached prefix of `tokens [n]`, of at most `most` of them.
+
+        Returns the blocks `[m]` that are equal as a whole, and the block which goes on equal for some tokens: its id (-1: none) and
+        how many. Changes nothing.
+        """
+        if not root:
+            return np.zeros(0, np.int64), -1, 0
+        full = most // self.block_size
+        blocks = self._match_blocks(root, tokens[: full * self.block_size].reshape(full, self.block_size))
+        begin = len(blocks) * self.block_size
+        rest = tokens[begin : min(most, begin + self.block_size)]
+        children = self._siblings.newest(int(blocks[-1]) if len(blocks) else -1, root, _SIBLINGS) if len(rest) else []
+        if not children:
+            return blocks, -1, 0
+        common = common_lengths(self.tokens[children, : len(rest)], rest)
+        best = int(common.argmax())
+        return blocks, children[best] if common[best] else -1, int(common[best])
+
+    def _match_blocks(self, root: int, words: Tokens) -> Ints:
+        hashes = _root_hash(root) + block_hashes(words, np.arange(len(words))).cumsum(dtype=np.uint64)
+        blocks: Ints = self._index.find(hashes)
+        done, above = 0, root
+        while True:
+            done += self._verified(blocks[done:], words[done:], above)
+            if done == len(words) or blocks[done] < 0:
+                return blocks[:done]
+            above = int(self.serial[blocks[done - 1]]) if done else root  # another block has this hash
+            blocks[done] = self._search(hashes[done], above, words[done])
+            if blocks[done] < 0:
+                return blocks[:done]
+
+    def _verified(self, blocks: Ints, words: Tokens, above: int) -> int:
+        """How many of the candidates, from the first on, hold these tokens after these parents."""
+        count = _leading(blocks >= 0)
+        blocks = blocks[:count]
+        parents = np.concatenate((np.array([above]), self.serial.take(blocks)))[:count]
+        count = _leading(self.parent.take(blocks) == parents)
+        wrong = (self.tokens.take(blocks[:count], 0) != words[:count]).reshape(-1)
+        return int(wrong.argmax()) // self.block_size if wrong.any() else count
+
+    def _search(self, hash_: np.uint64, parent: int, words: Tokens) -> int:
+        for block in self._index.find_all(hash_):
+            if self.parent[block] == parent and np.array_equal(self.tokens[block], words):
+                return block
+        return -1
+
+    # ---- tokens ----
+
+    def write(self, blocks: Ints, offsets: Ints) -> None:
+        """A step will write into `blocks [n]` from `offsets` on: what was there is forgotten, identities too."""
+        self.filled[blocks] = np.minimum(self.filled.take(blocks), offsets)
+        if np.count_nonzero(self.serial.take(blocks)):
+            self.forget(blocks)
+
+    def copy(self, sources: Ints | Blocks, targets: Ints | Blocks) -> None:
+        """A step will copy these blocks: their tokens go along."""
+        self.tokens[targets] = self.tokens.take(sources, 0)
+        self.filled[targets] = self.filled.take(sources)
+
+    def learn(self, blocks: Ints, offsets: Ints, tokens: Tokens) -> Ints:
+        """The tokens `[n]` at `(blocks[i], offsets[i])` are computed. Returns the elements, if any, that contradict what is known of a
+        shared block, with nothing changed that can be seen."""
+        slots = blocks * self.block_size + offsets
+        flat = self.tokens.reshape(-1)
+        wrong: Ints = ((offsets < self.filled.take(blocks)) & (flat.take(slots) != tokens)).nonzero()[0]
+        if not len(wrong):
+            flat[slots] = tokens
+            if self._pool.sharing:
+                wrong = (flat.take(slots) != tokens).nonzero()[0]  # two requests, one slot
+        if not len(wrong):
+            np.maximum.at(self.filled, blocks, (offsets + 1).astype(np.int32))
+        return wrong
+
+    # ---- identities ----
+
+    def identify(self, blocks: Ints, columns: Ints, starts: Ints, above: Ints, roots: Ints) -> Ints:
+        """Give blocks whose tokens are all known an identity: runs of blocks, each a piece of one table.
+
+        `blocks`, `columns [n]` are the runs laid end to end; run i begins at `starts[i]`, its first block follows block `above[i]`
+        (-1: the root `roots[i]`). Returns `[n]` the canonical block of each one's identity; a block that is not its own canonical
+        one has no identity yet (see `join`).
+        """
+        lengths = np.diff(starts, append=len(blocks))
+        words = self.tokens.take(blocks, 0)
+        numbers = np.where(above >= 0, self.serial.take(above, mode="clip"), roots)
+        bases = np.where(above >= 0, self._index.hashes.take(above, mode="clip"), _root_hash(roots))
+        own = block_hashes(words, columns)
+        sums = own.cumsum(dtype=np.uint64)
+        hashes = sums + np.repeat(bases - (sums - own).take(starts), lengths)
+        found = self._index.find(hashes)
+
+        parents = np.empty(len(blocks), np.int64)
+        parents[1:] = self.serial.take(found[:-1], mode="clip")
+        parents[starts] = numbers
+        known = (found >= 0) & (self.parent.take(found, mode="clip") == parents)
+        known[known] = (self.tokens.take(found[known], 0) == words[known]).all(1)
+        misses = (~known).cumsum()
+        known = misses == np.repeat((misses - ~known).take(starts), lengths)  # a run is known up to its first miss
+        fresh = (~known).nonzero()[0]
+        if len(fresh) and ((found.take(fresh) >= 0).any() or _repeats(hashes.take(fresh))):
+            if len(blocks) > 1:
+                return self._identify_singly(blocks, columns, starts, above, roots)
+            found[0] = self._search(hashes[0], int(parents[0]), words[0])
+            fresh = fresh[found < 0]
+        canonical = found
+        if len(fresh):
+            canonical[fresh] = blocks.take(fresh)
+            chosen = self.serial.take(canonical)
+            chosen[fresh] = self._numbers(len(fresh)) + np.arange(len(fresh))
+            parents[1:] = chosen[:-1]
+            parents[starts] = numbers
+            before = np.concatenate((np.array([-1]), canonical[:-1]))
+            before[starts] = self._canonical(above)
+            self._store(
+                blocks.take(fresh), chosen.take(fresh), parents.take(fresh), hashes.take(fresh), before.take(fresh)
+            )
+        return canonical
+
+    def _identify_singly(self, blocks: Ints, columns: Ints, starts: Ints, above: Ints, roots: Ints) -> Ints:
+        """`identify` block by block, for batches with equal contents or equal hashes among themselves."""
+        canonical, run = blocks.copy(), np.zeros(len(blocks), np.int64)
+        run[starts[1:]] = 1
+        run = run.cumsum()
+        beginning = np.zeros(1, np.int64)
+        for i in range(len(blocks)):
+            here = slice(i, i + 1)
+            before = above[run[here]] if i == starts[run[i]] else canonical[i - 1 : i]
+            canonical[i] = self.identify(blocks[here], columns[here], beginning, before, roots[run[here]])[0]
+        return canonical
+
+    def join(self, block: int, canonical: int) -> None:
+        """Make `block`, which has none, a twin of the identity of `canonical`."""
+        self.serial[block], self.parent[block] = self.serial[canonical], self.parent[canonical]
+        self._index.hashes[block] = self._index.hashes[canonical]
+        last = canonical
+        while self._twin[last] >= 0:
+            last = int(self._twin[last])
+        self._twin[last] = block
+
+    def forget(self, blocks: Ints | Blocks) -> None:
+        """Take the identities of `blocks [n]`, where they have one; an identity goes with its last block."""
+        blocks = blocks[self.serial.take(blocks) > 0].astype(np.int64)
+        if not len(blocks):
+            return
+        twins = (self._twin.take(blocks) >= 0) | ~self._index.holds(blocks)
+        if twins.any():
+            for block in blocks[twins].tolist():
+                self._forget_twin(block)
+            blocks = blocks[self.serial.take(blocks) > 0]
+        self._record("removed", self.serial.take(blocks))
+        self._siblings.remove(blocks)
+        self._index.remove(blocks)
+        self.serial[blocks] = 0
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.serial.fill(0)
+        self._twin.fill(-1)
+        self._index.clear()
+        self._siblings.clear()
+        self._roots.clear()
+        self._keys.clear()
+        self._record("cleared", np.zeros(0, np.int64))
+
+    def check(self) -> None:
+        """Verify the identities by themselves; raises AssertionError that says what broke."""
+        entries = np.sort(self._index.entries()).astype(np.int64)
+        named = (self.serial > 0).nonzero()[0]
+        twins = self._twin[named][self._twin[named] >= 0]
+        if not np.array_equal(np.sort(np.concatenate((entries, twins))), named):
+            raise AssertionError(f"blocks {named} have identities, entries are {entries}, their twins {twins}")
+        if len(np.unique(self.serial[entries])) != len(entries):
+            raise AssertionError(f"two entries have one identity: {entries}, {self.serial[entries]}")
+        for block in named.tolist():
+            twin = int(self._twin[block])
+            if twin >= 0 and (
+                self.serial[twin] != self.serial[block] or (self.tokens[twin] != self.tokens[block]).any()
+            ):
+                raise AssertionError(f"blocks {block} and {twin} are twins and differ")
+        if (self.filled[named] < self.block_size).any():
+            raise AssertionError(f"a block with an identity is not full: {named}, {self.filled[named]}")
+        self._siblings.check(entries.astype(np.int32))
+
+    def _store(self, blocks: Ints, serials: Ints, parents: Ints, hashes: Hashes, above: Ints) -> None:
+        self.serial[blocks], self.parent[blocks] = serials, parents
+        self._index.hashes[blocks] = hashes
+        self._index.insert(blocks)
+        self._siblings.add(blocks, above)
+        self._record("stored", serials, parents, blocks)
+
+    def _canonical(self, blocks: Ints) -> Ints:
+        """The canonical block of each one's identity; -1 stays -1."""
+        twins = ((blocks >= 0) & ~self._index.holds(np.maximum(blocks, 0))).nonzero()[0]
+        blocks = blocks.copy()
+        for i in twins.tolist():
+            block = int(blocks[i])
+            blocks[i] = self._search(self._index.hashes[block], int(self.parent[block]), self.tokens[block])
+        return blocks
+
+    def _forget_twin(self, block: int) -> None:
+        """Take one block out of an identity that others may keep."""
+        canonical = int(self._canonical(np.array([block]))[0])
+        twin = int(self._twin[block])
+        if canonical != block:
+            before = canonical
+            while self._twin[before] != block:
+                before = int(self._twin[before])
+            self._twin[before] = twin
+        elif twin >= 0:
+            self._index.replace(block, twin)
+            self._siblings.replace(block, twin)
+        else:
+            return  # the last one: an ordinary block by now
+        self._twin[block] = -1
+        self.serial[block] = 0
+
+    def _numbers(self, count: int) -> int:
+        self._next += count
+        return self._next - count
+
+    def _record(self, kind: str, serials: Ints, parents: Ints | None = None, blocks: Ints | None = None) -> None:
+        if self.events is not None:
+            parents = np.zeros(0, np.int64) if parents is None else parents
+            words = self.tokens.take(np.zeros(0, np.int64) if blocks is None else blocks, 0)
+            roots = {p: self._keys[p] for p in parents.tolist() if p in self._keys}
+            self.events.append(CacheEvent(kind, serials.copy(), parents.copy(), words, roots))
+
+
+def block_hashes(words: Tokens, columns: Ints) -> Hashes:
+    """A hash of each block's tokens `[n, block_size]` and its place in the sequence; a prefix has their sum."""
+    factors = np.resize(_FACTORS, words.shape[1])
+    if words.shape[1] % 2 == 0:
+        mixed = np.ascontiguousarray(words).view(np.uint64) @ factors[: words.shape[1] // 2]
+    else:
+        mixed = words.astype(np.uint64) @ factors
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= columns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C16) + np.uint64(1)
+    hashes: Hashes = mixed
+    return hashes
+
+
+def _root_hash(root: Ints | int) -> Hashes:
+    return np.asarray(root, np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+
+
+def _leading(flags: npt.NDArray[np.bool_]) -> int:
+    """How many are true before the first that is not."""
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+def _repeats(hashes: Hashes) -> bool:
+    ordered = np.sort(hashes)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
+def _frozen(key: Hashable | Mapping[str, Hashable]) -> Hashable:
+    """`key` so that different kinds and types are never equal: {"salt": "x"} is not {"adapter": "x"}, 1 is not True."""
+    if isinstance(key, Mapping):
+        return "parts", frozenset((kind, type(part), part) for kind, part in key.items())
+    return "whole", type(key), key

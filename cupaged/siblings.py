@@ -1,0 +1,116 @@
+"""Which cached blocks continue which: for each identity a list of its children, newest first, as links in arrays.
+
+Used to find the block that goes on like a prompt for some of its tokens. Almost every block is an only child, and those are linked
+and unlinked by arrays; the others one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .block_pool import BlockPool, Ints
+from .free_queues import Blocks
+
+_NONE = -1
+_ROOT = np.iinfo(np.int32).min  # `previous` of the first child of a root
+
+
+class Siblings:
+    """Doubly linked lists. `serial` and `parent [num_blocks]` are the identities' numbers, which the owner fills.
+
+    A parent that lost its identity leaves its children linked to one another: its number is never used again, so that the link from
+    the first of them to the parent's block is known to be void.
+    """
+
+    def __init__(self, pool: BlockPool, serial: Ints, parent: Ints) -> None:
+        self._pool, self._serial, self._parent = pool, serial, parent
+        self._child, self._next, self._previous = (np.full(pool.num_blocks, _NONE, np.int32) for _ in range(3))
+        self._roots: dict[int, int] = {}  # first child of each root, by the root's number
+
+    def add(self, blocks: Ints, parents: Ints) -> None:
+        """Put `blocks[i]` in front of the children of block `parents[i]`, or of the root `parent[blocks[i]]` where that is -1."""
+        self._child[blocks] = _NONE
+        only = parents >= 0
+        only[only] = (self._child.take(parents[only]) == _NONE) & (self._pool.occurrences(parents[only]) == 1)
+        lone, above = blocks[only], parents[only]
+        self._child[above], self._previous[lone], self._next[lone] = lone, ~above, _NONE
+        for block, parent in zip(blocks[~only].tolist(), parents[~only].tolist(), strict=True):
+            first = self._child[parent] if parent >= 0 else self._roots.get(int(self._parent[block]), _NONE)
+            self._next[block], self._previous[block] = first, ~parent if parent >= 0 else _ROOT
+            if first >= 0:
+                self._previous[first] = block
+            self._set_first(block, block)
+
+    def remove(self, blocks: Blocks | Ints) -> None:
+        """Take `blocks [n]` out of their lists, before they lose their identities."""
+        previous = self._previous.take(blocks)
+        only = (self._next.take(blocks) == _NONE) & (previous < 0) & (previous != _ROOT)
+        lone, above = blocks[only], ~previous[only]
+        self._child[above[self._serial.take(above) == self._parent.take(lone)]] = _NONE
+        for block in blocks[~only].tolist():
+            behind, before = int(self._next[block]), int(self._previous[block])
+            if behind >= 0:
+                self._previous[behind] = before
+            if before >= 0:
+                self._next[before] = behind
+            else:
+                self._set_first(block, behind)
+        self._child[blocks] = _NONE
+
+    def replace(self, old: int, new: int) -> None:
+        """Put `new` in the place of `old`, as a child and as a parent; they have one identity."""
+        for links in (self._child, self._next, self._previous):
+            links[new] = links[old]
+        if self._child[new] >= 0:
+            self._previous[self._child[new]] = ~new
+        if self._next[new] >= 0:
+            self._previous[self._next[new]] = new
+        if self._previous[new] >= 0:
+            self._next[self._previous[new]] = new
+        else:
+            self._set_first(new, new)
+        self._child[old] = _NONE
+
+    def newest(self, parent: int, root: int, most: int) -> list[int]:
+        """Up to `most` children of block `parent`, or of `root` where that is -1."""
+        block = int(self._child[parent]) if parent >= 0 else self._roots.get(root, _NONE)
+        found: list[int] = []
+        while block >= 0 and len(found) < most:
+            found.append(block)
+            block = int(self._next[block])
+        return found
+
+    def clear(self) -> None:
+        """Empty all lists."""
+        self._child.fill(_NONE)
+        self._roots.clear()
+
+    def check(self, entries: Blocks) -> None:
+        """Raises AssertionError unless every entry whose parent is alive stands in that parent's list."""
+        canonical = {int(self._serial[b]): int(b) for b in entries}
+        listed = {int(b): set(self.newest(int(b), 0, len(entries))) for b in entries}
+        for block in entries.tolist():
+            parent = int(self._parent[block])
+            siblings = listed[canonical[parent]] if parent in canonical else set(self.newest(-1, parent, len(entries)))
+            if (parent in canonical or parent in self._roots) and block not in siblings:
+                raise AssertionError(f"block {block} is not among the children {siblings} of its parent")
+
+    def _set_first(self, block: int, first: int) -> None:
+        """The list in which `block` is first now begins with `first`."""
+        parent = int(self._parent[block])
+        previous = int(self._previous[block])
+        if previous == _ROOT:
+            if first >= 0:
+                self._roots[parent] = first
+            else:
+                self._roots.pop(parent, None)
+        elif self._serial[~previous] == parent:
+            self._child[~previous] = first
+
+
+def common_lengths(tokens: npt.NDArray[np.int32], rest: npt.NDArray[np.int32]) -> Ints:
+    """How many tokens each row of `tokens [n, m]` has in common with `rest [m]`, from the front: `[n]`."""
+    differs = tokens != rest
+    result: Ints = np.where(differs.any(1), differs.argmax(1), len(rest))
+    return result

@@ -13,12 +13,13 @@ import numpy as np
 
 from . import __version__
 from .study import policies, report, traces
-from .study.measures import Figures, as_json, measure
+from .study.measures import as_json, measure
 from .study.replay import Outcome, replay
 
 BUILT_IN_REQUESTS = 2000
 BUILT_IN_POOL = 15_700  # slots that the PagedAttention paper has for OPT-13B on a 40 GB GPU (table 1)
 BUILT_IN_LENGTH = 2048  # of OPT
+SMALLEST_POOL = max(policies.BLOCK_SIZES)
 SWEEP_REQUESTS = 1000
 SWEEP_POOLS = (0.25, 0.5, 1, 2, 4)  # of the pool
 
@@ -55,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         nargs="+",
         choices=policies.NAMES,
-        default=policies.DEFAULT,
         metavar="NAME",
         help=f"of {', '.join(policies.NAMES)}",
     )
@@ -73,14 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the study. Returns 0, or 2 after one line on stderr for input that cannot be used."""
+    start = time.perf_counter()
     try:
         trace = _load(args)
+        built_in = args.trace in traces.BUILT_IN
+        max_length = args.max_length or (BUILT_IN_LENGTH if built_in else 1 << int(trace.finals.max() - 1).bit_length())
+        pool = args.pool or (BUILT_IN_POOL if built_in else max(4 * max_length, SMALLEST_POOL))
+        if pool < SMALLEST_POOL:
+            raise ValueError(f"--pool: expected at least {SMALLEST_POOL} slots, one of the largest blocks, got {pool}")
+        names = args.policies or policies.default(trace)
+        memories = {name: policies.make(name, pool, max_length, trace, args.seed) for name in names}
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
-    built_in = args.trace in traces.BUILT_IN
-    max_length = args.max_length or (BUILT_IN_LENGTH if built_in else 1 << int(trace.finals.max() - 1).bit_length())
-    pool = args.pool or (BUILT_IN_POOL if built_in else 4 * max_length)
     bytes_per_slot = 2 * int(np.prod(args.geometry))
     heading = (
         f"{trace.name}: {len(trace):,} requests, {trace.prompts.mean():,.0f} prompt and {trace.outputs.mean():,.0f} generated tokens on "
@@ -89,44 +94,33 @@ def run(args: argparse.Namespace) -> int:
     print(heading + "\n")
 
     outcomes: dict[str, Outcome] = {}
-    figures: dict[str, Figures] = {}
-    start = time.perf_counter()
-    for name in args.policies:
+    for name, memory in memories.items():
         with _Progress(name, len(trace)) as finished:
-            memory = policies.make(name, pool, max_length, args.seed)
             outcomes[name] = replay(trace, memory, interval=args.interval, max_length=max_length, finished=finished)
-        figures[name] = measure(outcomes[name])
+    figures = {name: measure(outcome) for name, outcome in outcomes.items()}
     sweep = requests_at_once(trace, pool, max_length, args.interval)
     print(report.table(figures) + "\n")
     for line in report.comparison(trace, max_length, figures):
         print(line)
 
+    results = {
+        "cupaged": __version__,
+        "trace": trace.name,
+        "requests": len(trace),
+        "prompt_tokens_mean": round(float(trace.prompts.mean()), 2),
+        "generated_tokens_mean": round(float(trace.outputs.mean()), 2),
+        "pool_slots": pool,
+        "max_length": max_length,
+        "bytes_per_slot": bytes_per_slot,
+        "interval_seconds": args.interval,
+        "seed": args.seed,
+        "policies": {name: as_json(row) for name, row in figures.items()},
+        "running_by_pool": {name: {str(size): round(n, 3) for size, n in row.items()} for name, row in sweep.items()},
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    written = args.out.with_name(args.out.name + ".json")
-    written.write_text(
-        json.dumps(
-            {
-                "cupaged": __version__,
-                "trace": trace.name,
-                "requests": len(trace),
-                "prompt_tokens_mean": round(float(trace.prompts.mean()), 2),
-                "generated_tokens_mean": round(float(trace.outputs.mean()), 2),
-                "pool_slots": pool,
-                "max_length": max_length,
-                "bytes_per_slot": bytes_per_slot,
-                "interval_seconds": args.interval,
-                "seed": args.seed,
-                "policies": {name: as_json(row) for name, row in figures.items()},
-                "running_by_pool": {
-                    name: {str(size): round(n, 3) for size, n in row.items()} for name, row in sweep.items()
-                },
-            },
-            indent=2,
-        )
-        + "\n"
-    )
+    written, picture = (args.out.with_name(args.out.name + ending) for ending in (".json", ".png"))
+    written.write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{time.perf_counter() - start:.0f} s. Written: {written}", end="")
-    picture = args.out.with_name(args.out.name + ".png")
     try:
         from .study.plots import draw
 
@@ -152,7 +146,7 @@ def requests_at_once(trace: traces.Trace, pool: int, max_length: int, interval: 
     with _Progress("pool sizes", len(names) * len(sizes)) as finished:
         for name in names:
             for size in sizes:
-                memory = policies.make(name, size, max_length)
+                memory = policies.make(name, size, max_length, queue)
                 outcome = replay(queue, memory, interval=interval, max_length=max_length, until_queue_empty=True)
                 running = measure(outcome).running_pressed
                 if running is not None:  # with all of them in the pool at once, the pool is not what limits them

@@ -18,6 +18,7 @@ from cupaged.study.contiguous import Buddy, Contiguous, FirstFit, reserve_maximu
 from cupaged.study.measures import measure
 from cupaged.study.paged import Paged
 from cupaged.study.plots import over_time
+from cupaged.study.prefix import PrefixCached
 from cupaged.study.replay import Holding, Memory, Outcome, replay
 from cupaged.study.sharing import WIDTHS, SharedSequences, beam_parents
 from cupaged.study.traces import BUILT_IN, Trace, mean
@@ -28,9 +29,10 @@ NAMES = [*policies.NAMES, "paged-3"]
 
 
 def trace_of(*requests: tuple[int, int, int]) -> Trace:
-    """A trace of (arrival in seconds, prompt, output)."""
+    """A trace of (arrival in seconds, prompt, output); all prompts are the beginning of one text."""
     table = np.array(sorted(requests), np.int64)
-    return Trace("test", (table[:, 0] - table[0, 0]).astype(float), table[:, 1], table[:, 2])
+    prefixes = tuple((7,) * -(-int(prompt) // traces.HASHED_TOKENS) for prompt in table[:, 1])
+    return Trace("test", (table[:, 0] - table[0, 0]).astype(float), table[:, 1], table[:, 2], prefixes)
 
 
 def held(memory: Memory, *lengths: int) -> tuple[int, int, int]:
@@ -230,9 +232,9 @@ def test_admission_leaves_a_hundredth_of_the_blocks_for_growth() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_can_never_fit_is_rejected_and_the_rest_is_served(name: str) -> None:
     trace = trace_of((0, 10, 2), (0, 300, 2), (1, 20, 2))
-    outcome = replay(trace, policies.make(name, 2048, 64), interval=1, max_length=64)
+    outcome = replay(trace, policies.make(name, 2048, 64, trace), interval=1, max_length=64)
     assert outcome.rejected == 1 and len(outcome.waits) == 2
-    outcome = replay(trace, policies.make(name, 256, 300), interval=1, max_length=400)
+    outcome = replay(trace, policies.make(name, 256, 300, trace), interval=1, max_length=400)
     assert outcome.rejected == (3 if name == "contiguous-max" else 1)
 
 
@@ -243,7 +245,7 @@ def test_the_kinds_of_slots_sum_to_the_capacity_at_every_step_and_every_token_is
     name: str, requests: list[tuple[int, int, int]], pool: int, interval: float
 ) -> None:
     trace = trace_of(*requests)
-    memory = policies.make(name, pool, 64)
+    memory = policies.make(name, pool, 64, trace)
     outcome = replay(trace, memory, interval=interval, max_length=64)
     kinds = outcome.kinds()
     assert all((slots >= 0).all() for slots in kinds.values())
@@ -264,7 +266,7 @@ def test_skipping_over_steps_without_events_gives_what_single_steps_give(
     requests: list[tuple[int, int, int]], pool: int, name: str
 ) -> None:
     trace = trace_of(*requests)
-    skipping, single = policies.make(name, pool, 60), policies.make(name, pool, 60)
+    skipping, single = policies.make(name, pool, 60, trace), policies.make(name, pool, 60, trace)
     single.grows = True
     one, other = (replay(trace, memory, interval=1, max_length=60) for memory in (skipping, single))
     assert (other.timeline.column("steps") == 1).all()
@@ -278,7 +280,8 @@ def test_skipping_over_steps_without_events_gives_what_single_steps_give(
 @given(requests=REQUESTS)
 @settings(max_examples=8, deadline=None)
 def test_used_slots_are_those_that_the_allocator_counts(name: str, requests: list[tuple[int, int, int]]) -> None:
-    memory = policies.make(name, 800, 64)
+    trace = trace_of(*requests)
+    memory = policies.make(name, 800, 64, trace)
     assert isinstance(memory, Paged)
     counted = []
     holding = memory.holding
@@ -288,7 +291,7 @@ def test_used_slots_are_those_that_the_allocator_counts(name: str, requests: lis
         return holding(*args)
 
     memory.holding = noting  # type: ignore[method-assign, assignment]
-    outcome = replay(trace_of(*requests), memory, interval=1, max_length=64)
+    outcome = replay(trace, memory, interval=1, max_length=64)
     assert outcome.timeline.column("used").tolist() == counted
 
 
@@ -327,6 +330,40 @@ def test_the_record_of_beams_names_a_parent_for_each_beam(width: int) -> None:
     parents = beam_parents(width)
     assert parents.shape[1] == width and len(parents) > 500
     assert parents.min() == 0 and parents.max() == width - 1
+
+
+def test_prompts_that_begin_alike_share_full_blocks_and_find_them_again_when_nobody_holds_them() -> None:
+    trace = Trace(
+        "test", np.array([0.0, 0, 9]), np.array([600, 552, 552]), np.array([2, 2, 2]), ((1, 2), (1, 3), (1, 3))
+    )
+    memory = PrefixCached(16 * 200, 16, trace)
+    outcome = replay(trace, memory, interval=1, max_length=1024)
+    # 512 tokens are 32 blocks; of 600 and 552 tokens 6 and 3 blocks more, and a third that has all its full blocks from the second
+    assert records(outcome, "taken", "unshared") == [
+        (16 * 41, 16 * 73),
+        (16 * 41, 16 * 73),
+        (16 * 35, 16 * 35),
+        (16 * 35, 16 * 35),
+    ]
+    assert memory.prefix_hits == pytest.approx((512 + 544) / (600 + 552 + 552))
+
+
+def test_a_cache_without_end_finds_every_hash_after_an_equal_beginning() -> None:
+    trace = Trace(
+        "test", np.zeros(3), np.array([1500, 1100, 1024]), np.ones(3, np.int64), ((1, 2, 3), (1, 2, 4), (1, 2))
+    )
+    # the second prompt finds two hashes, the third one: a token of it has to be computed
+    assert trace.repeated_share() == pytest.approx(512 * 3 / (1500 + 1100 + 1024))
+
+
+def test_prefixes_differ_where_an_earlier_part_differs_and_generated_tokens_are_nobodys() -> None:
+    trace = Trace("test", np.zeros(3), np.array([1024] * 3), np.array([100] * 3), ((1, 2), (3, 2), (1, 2)))
+    memory = PrefixCached(16 * 400, 16, trace)
+    assert memory.admit(0, 1024, 1100) and memory.admit(1, 1024, 1100)
+    assert memory.prefix_hits == 0
+    memory.release(0)
+    assert memory.admit(0, 1060, 1100) and memory.prefix_hits == pytest.approx(1024 / (2 * 1024 + 1060))
+    assert memory.admit(2, 1060, 1100) and memory.prefix_hits == pytest.approx(2 * 1024 / (2 * 1024 + 2 * 1060))
 
 
 # ---- traces ----
@@ -424,7 +461,8 @@ def test_the_command_writes_figures_and_a_picture(
     said = capsys.readouterr().out
     assert "25 requests" in said and "in the paper under 4%" in said
     found = json.loads(out.with_name("study.json").read_text())
-    assert list(found["policies"]) == list(policies.DEFAULT) and found["requests"] == 25
+    default = policies.default(traces.read(small_trace))
+    assert list(found["policies"]) == default and found["requests"] == 25
     assert found["policies"]["paged-1"]["useful"] == 1.0
     assert found["policies"]["oracle"]["internal"] == 0
     sizes = found["running_by_pool"]["paged-16"]
@@ -472,6 +510,21 @@ def test_a_trace_that_is_not_there_is_one_line_and_status_2(capsys: pytest.Captu
     assert main(["simulate", "nowhere.csv"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "expected a file or one of sharegpt, alpaca, got nowhere.csv" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "prefix-cache"], "a prefix cache needs a trace with hash ids"),
+        (["--pool", "127"], "expected at least 128 slots"),
+    ],
+)
+def test_what_cannot_be_studied_is_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "alpaca", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
 
 
 def test_importing_the_command_imports_no_plotting_and_no_progress_bar() -> None:

@@ -34,6 +34,7 @@ class Figures:
     preempted: int
     recomputed: int  # tokens of preempted requests
     shared: float | None  # 1 - blocks / blocks without sharing; None where nothing can be shared
+    prefix_hits: float | None  # share of prompt tokens found in the prefix cache
     metadata_bytes: int
 
 
@@ -50,13 +51,12 @@ def measure(outcome: Outcome) -> Figures:
     kinds = outcome.kinds()
     shares = {kind: mean(slots) / capacity for kind, slots in kinds.items()}
     busy = max(1 - shares["free"], 1e-12)
-    growth = 0 if outcome.memory.grows else running * (steps - 1)
     pressed = (waiting > 0) * steps
     taken, unshared = mean(column("taken")), mean(column("unshared"))
     return Figures(
         pool_slots=capacity,
         **shares,
-        used_peak=float((column("used") + growth).max(initial=0)) / capacity,
+        used_peak=float((column("used") + running * (steps - 1)).max(initial=0)) / capacity,
         useful=shares["used"] / busy,
         running_mean=mean(running),
         running_peak=int(running.max(initial=0)),
@@ -70,6 +70,7 @@ def measure(outcome: Outcome) -> Figures:
         preempted=outcome.preempted,
         recomputed=outcome.recomputed,
         shared=1 - taken / unshared if unshared else None,
+        prefix_hits=outcome.memory.prefix_hits,
         metadata_bytes=outcome.memory.metadata_bytes,
     )
 

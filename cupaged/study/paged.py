@@ -17,8 +17,10 @@ class Paged(Memory):
 
     grows = True
 
-    def __init__(self, capacity: int, block_size: int) -> None:
-        self.allocator = BlockAllocator(capacity // block_size, block_size, watermark=WATERMARK)
+    def __init__(self, capacity: int, block_size: int, prefix_caching: bool = False) -> None:
+        self.allocator = BlockAllocator(
+            capacity // block_size, block_size, prefix_caching=prefix_caching, watermark=WATERMARK
+        )
         self.capacity = capacity // block_size * block_size
         self.block_size = block_size
         self._sequences: dict[int, list[tuple[int, int]]] = {}  # request -> the allocator's ids of its sequences

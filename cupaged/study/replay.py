@@ -3,7 +3,8 @@
 The service model, the same for every way to manage memory:
 
 - Time goes in decode steps of a fixed interval. A request is seen at the first step that begins after its arrival.
-- Admission is first come, first served: while the request at the head of the queue does not fit, nobody passes it.
+- Admission is first come, first served: while the request at the head of the queue does not fit, nobody passes it. It is tried again
+  when a running request has finished.
 - An admitted request writes its whole prompt in its first step and one token in each later one: `g` generated tokens keep it for
   `g` steps, the last of them with `p + g - 1` tokens.
 - When a running request cannot grow, the one admitted last is preempted: it gives up its memory and returns to the head of the
@@ -72,6 +73,11 @@ class Memory(ABC):
     def stranded(self, final: int) -> bool:
         """Whether enough slots are free for a refused request of this final length, and only their places are wrong."""
 
+    @property
+    def prefix_hits(self) -> float | None:
+        """Share of prompt tokens that were found in a prefix cache; None where there is none."""
+        return None
+
     def begin_step(self, requests: IntArray) -> None:  # noqa: B027 (most have nothing to do)
         """The running requests chose their next tokens; called once a step before they grow."""
 
@@ -116,9 +122,8 @@ class Outcome:
     def kinds(self) -> dict[str, FloatArray]:
         """Slots of each kind, `[records]`: the mean over the steps of each record. They sum to the capacity."""
         column = self.timeline.column
-        growth = column("running") * (column("steps") - 1) / 2  # the kinds are linear within a record
-        used = column("used") + (growth if not self.memory.grows else 0.0)
-        reservation = column("reservation") - (growth if not self.memory.grows else 0.0)
+        growth = column("running") * (column("steps") - 1) / 2  # used and reservation are linear within a record
+        used, reservation = column("used") + growth, column("reservation") - growth
         unused = self.memory.capacity - column("taken")
         external = np.where(column("stranded") == 1, unused, 0)
         return {
@@ -148,13 +153,12 @@ def replay(
     prompts, finals = trace.prompts, trace.finals
     resumes: dict[int, int] = {}  # tokens of preempted requests
     waiting: deque[int] = deque()
-    running = lengths = ends = np.zeros(
-        0, np.int64
-    )  # requests in order of admission, their tokens now and at their end
+    # requests in order of admission, their tokens now and at their end
+    running = lengths = ends = np.zeros(0, np.int64)
     timeline, waits = Timeline(), []
     rejected = preempted = recomputed = 0
     clock, arrived = int(due[0]), 0
-    pressed = False  # a request was preempted, and none has finished since
+    closed = False  # the head of the queue was refused, or a request preempted, and none has finished since
 
     while arrived < len(trace) or waiting or len(running):
         if not waiting and not len(running):
@@ -166,11 +170,11 @@ def replay(
                 memory.release(request)
             running, lengths, ends = running[~done], lengths[~done], ends[~done]
             finished(int(done.sum()))
-            pressed = False
+            closed = False
 
         memory.begin_step(running)
         while len(running) and not memory.grow(running):
-            pressed = True
+            closed = True
             victim = int(running[-1])
             memory.release(victim)
             if len(running) == 1:  # alone, and still too large
@@ -183,13 +187,13 @@ def replay(
                 waiting.appendleft(victim)
             running, lengths, ends = running[:-1], lengths[:-1], ends[:-1]
         lengths = lengths + 1
-        pressed = pressed and len(running) > 0
+        closed = closed and len(running) > 0
 
         while arrived < len(trace) and due[arrived] <= clock:
             waiting.append(arrived)
             arrived += 1
         admitted: list[int] = []
-        while waiting and not pressed:
+        while waiting and not closed:
             head = waiting[0]
             final = int(finals[head])
             if final > max_length or not memory.can_hold(final):
@@ -200,6 +204,7 @@ def replay(
                 if head not in resumes:
                     waits.append(clock * interval - float(trace.arrivals[head]))
             else:
+                closed = True  # nobody gives memory back before that
                 break
             waiting.popleft()
         if admitted:
@@ -208,15 +213,14 @@ def replay(
             ends = finals[running]
 
         steps = 1
-        if (
-            len(running) and not memory.grows
-        ):  # nothing but lengths changes until a request leaves, or one comes that may fit
+        if len(running) and not memory.grows:
+            # nothing but lengths changes until a request leaves, or one comes that may fit
             steps = int((ends - lengths).min()) + 1
             if not waiting and arrived < len(trace):
                 steps = min(steps, int(due[arrived]) - clock)
         if not waiting and not len(running):
             continue
-        stranded = bool(waiting) and not pressed and memory.stranded(int(finals[waiting[0]]))
+        stranded = bool(waiting) and memory.stranded(int(finals[waiting[0]]))
         timeline.add(clock, steps, len(running), len(waiting), stranded, memory.holding(running, lengths, ends))
         if until_queue_empty and arrived == len(trace) and not waiting:
             break

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .measures import Figures
-from .policies import CONTIGUOUS, PAGED
+from .policies import CONTIGUOUS, PAGED, PREFIX
 from .traces import Trace
 
 # Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023: figure 2 (ShareGPT), and
@@ -32,12 +32,15 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Figures], str]], ...] = (  # heading, 
     ("rejected", 8, lambda f: f"{f.rejected}"),
     ("preempted", 9, lambda f: f"{f.preempted:,}"),
     ("shared", 6, lambda f: "-" if f.shared is None else f"{f.shared:.1%}"),
+    ("hits", 6, lambda f: "-" if f.prefix_hits is None else f"{f.prefix_hits:.1%}"),
     ("bookkeeping", 11, lambda f: f"{f.metadata_bytes / 1024:,.1f} KiB"),
 )
 
 
 def table(figures: dict[str, Figures]) -> str:
-    """All policies, one a line. Shares are of the pool, but for `useful` (of the memory in use) and `shared` (of unshared blocks)."""
+    """All policies, one a line. Shares are of the pool, but for `useful` (of the memory in use),
+    `shared` (of the blocks that there would be without sharing) and `hits` (of prompt tokens).
+    """
     lines = [f"{'':<15}" + "".join(f" {heading:>{width}}" for heading, width, _ in _COLUMNS)]
     lines += [
         f"{name:<15}" + "".join(f" {show(f):>{width}}" for _, width, show in _COLUMNS) for name, f in figures.items()
@@ -73,6 +76,9 @@ def comparison(trace: Trace, max_length: int, figures: dict[str, Figures]) -> It
         if 1 - row.useful > PAPER_PAGED_WASTE:
             held = row.used * row.pool_slots / row.running_mean
             yield f"    the last block of a sequence is half empty on average, and a sequence has only {held:,.0f} tokens"
+    hits, most = figures[PREFIX].prefix_hits if PREFIX in figures else None, trace.repeated_share()
+    if hits is not None and most is not None:
+        yield f"{PREFIX}: {hits:.1%} of prompt tokens were found in the pool; {most:.1%} would be in one without end"
     for name, row in figures.items():
         kind = name.split("-")[0]
         if kind in PAPER_SHARED and row.shared is not None:

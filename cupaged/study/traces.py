@@ -47,6 +47,23 @@ class Trace:
         """Tokens that each request has in the cache at its end, `[n]`."""
         return self.prompts + self.outputs - 1
 
+    def repeated_share(self) -> float | None:
+        """Share of prompt tokens that a prefix cache without end would find; None where the trace does not tell.
+
+        Counted in whole hashes, at least one token of each prompt left to compute.
+        """
+        if self.prefixes is None:
+            return None
+        seen: set[int] = set()
+        found = 0
+        for prompt, hash_ids in zip(self.prompts.tolist(), self.prefixes, strict=True):
+            for hash_id in hash_ids[: (prompt - 1) // HASHED_TOKENS]:
+                if hash_id not in seen:
+                    break
+                found += HASHED_TOKENS
+            seen.update(hash_ids[: prompt // HASHED_TOKENS])
+        return found / int(self.prompts.sum())
+
     def first(self, n: int | None) -> Trace:
         """The first `n` requests (None: all)."""
         prefixes = self.prefixes[:n] if self.prefixes else None

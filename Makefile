@@ -12,7 +12,7 @@ endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test fuzz bench lint format typecheck wheel clean
+.PHONY: help demo test fuzz bench gpu-check lint format typecheck wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,6 +29,9 @@ fuzz: $(call env,test)  ## long random searches
 
 bench: $(call env,bench)  ## benchmarks that this machine can run
 	$(PY) -m pytest bench --benchmark-disable-gc
+
+gpu-check: $(call env,test)  ## tests and benchmarks that need a GPU; OUT=folder for the report
+	$(PY) -m bench.gpu_check
 
 format: $(call env,dev)  ## format Python and CUDA sources
 	$(PY) -m ruff format cupaged tests bench examples

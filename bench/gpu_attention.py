@@ -1,0 +1,275 @@
+"""Speed of paged decode on a GPU, against the bandwidth that plain reading reaches in the same run.
+
+A case is timed three ways: calls one after the other ("eager"), the same calls captured in a CUDA graph ("graph"), and the host's
+own time for a call with plan and `out`. Every call reads another cache of a rotation that is larger than four times the L2 cache, with
+block tables that are a random permutation of the pool. The yardstick is a kernel that only reads and sums the same caches. Times are
+medians over repeated rounds of GPU events; bytes are the keys and values of visible tokens, once per KV head.
+
+Written by hand for CuPy alone: `python -m bench.gpu_check` runs it, and `pytest bench/test_gpu_attention.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+import cupaged
+from cupaged import classic
+from cupaged.arrays import FP8_DTYPES, numpy_dtype
+
+READ_SUM = r"""
+extern "C" __global__ void read_sum(const uint4* data, long long n, unsigned* out) {
+  unsigned sum = 0;
+  const long long stride = (long long)gridDim.x * blockDim.x;
+  long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  for (; i + 3 * stride < n; i += 4 * stride) {
+    const uint4 a = data[i], b = data[i + stride], c = data[i + 2 * stride], d = data[i + 3 * stride];
+    sum += a.x ^ a.y ^ a.z ^ a.w ^ b.x ^ b.y ^ b.z ^ b.w ^ c.x ^ c.y ^ c.z ^ c.w ^ d.x ^ d.y ^ d.z ^ d.w;
+  }
+  for (; i < n; i += stride) sum += data[i].x ^ data[i].y ^ data[i].z ^ data[i].w;
+  if (sum == 0x9e3779b9u) out[0] = sum;  // keeps the loads
+}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step: `batch` sequences of `context` tokens, one query each."""
+
+    batch: int
+    context: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: str = "float16"
+    kv_dtype: str | None = None
+    classic: bool = False  # also time the original kernels
+
+    @property
+    def name(self) -> str:
+        kv = self.kv_dtype or self.dtype
+        return f"b{self.batch}-ctx{self.context}-h{self.num_heads}/{self.num_kv_heads}-d{self.head_dim}-bs{self.block_size}-{kv}"
+
+    @property
+    def kv_bytes(self) -> int:
+        item = numpy_dtype(self.kv_dtype or self.dtype).itemsize
+        return 2 * self.batch * self.context * self.num_kv_heads * self.head_dim * item
+
+
+CASES = (
+    *(Case(batch, 4096, classic=batch in (8, 32)) for batch in (1, 8, 32, 34, 128)),
+    Case(32, 512, classic=True), Case(1, 32768), Case(8, 32768), Case(1, 131072),
+    *(Case(32, 4096, block_size=block_size) for block_size in (1, 64, 256)),
+    Case(32, 4096, num_heads=32, num_kv_heads=32), Case(32, 4096, num_heads=32, num_kv_heads=4), Case(32, 4096, num_heads=64),
+    Case(32, 4096, num_heads=28, num_kv_heads=4), Case(32, 4096, head_dim=64), Case(32, 4096, head_dim=256),
+    Case(32, 4096, dtype="bfloat16"), Case(32, 4096, kv_dtype="fp8_e4m3"), Case(32, 4096, dtype="bfloat16", kv_dtype="fp8_e4m3"),
+    Case(8, 4096, dtype="float32"),
+)  # fmt: skip
+
+
+@dataclass
+class Result:
+    """Microseconds a call, and the bandwidths that follow."""
+
+    case: str
+    kv_bytes: int
+    read_gb_s: float
+    eager_us: float
+    graph_us: float
+    host_us: float
+    classic_us: dict[str, float] = field(default_factory=dict)  # "v1", "v2", captured
+
+    @property
+    def gb_s(self) -> float:
+        return self.kv_bytes / self.graph_us / 1e3
+
+    @property
+    def fraction(self) -> float:
+        """Of the bandwidth that plain reading reaches."""
+        return self.gb_s / self.read_gb_s
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "gb_s": self.gb_s, "fraction": self.fraction}
+
+
+def measure(case: Case, rounds: int = 7) -> Result:
+    """Time one case on CuPy's current device."""
+    import cupy
+
+    rng = np.random.default_rng(1)
+    columns = -(-case.context // case.block_size)
+    blocks = case.batch * columns
+    page_dtype = np.dtype(np.uint8) if case.kv_dtype in FP8_DTYPES else numpy_dtype(case.dtype)
+    shape = (blocks, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    copies = _copies(case)
+    pools = [_random(cupy, shape, page_dtype) for _ in range(copies)]
+    tables = rng.permutation(blocks).astype(np.int32).reshape(case.batch, columns)
+    lens = np.full(case.batch, case.context, np.int32)
+    q = cupy.asarray(rng.standard_normal((case.batch, case.num_heads, case.head_dim)).astype(np.float32)).astype(
+        numpy_dtype(case.dtype)
+    )
+    out = cupy.empty_like(q)
+    plan = cupaged.plan(
+        lens, tables, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
+        dtype=case.dtype, kv_dtype=case.kv_dtype, device="cuda",
+    )  # fmt: skip
+
+    def attend(i: int) -> None:
+        pool = pools[i % copies]
+        cupaged.paged_attention(q, pool[:, 0], pool[:, 1], None, None, kv_dtype=case.kv_dtype, plan=plan, out=out)
+
+    calls = max(copies, 10)
+    result = Result(
+        case.name, case.kv_bytes, _read_bandwidth(pools, rounds), _eager(attend, calls, rounds), _captured(attend, calls, rounds),
+        _host(attend, 200),
+    )  # fmt: skip
+    if case.classic:
+        result.classic_us = _classic(case, pools, q, out, tables, lens, calls, rounds)
+    return result
+
+
+def _classic(
+    case: Case, pools: list[Any], q: Any, out: Any, tables: np.ndarray, lens: np.ndarray, calls: int, rounds: int
+) -> dict[str, float]:
+    """The original kernels on the same bytes, seen in their layout."""
+    import cupy
+
+    x = 16 // pools[0].itemsize
+    blocks, _, heads, size, dim = pools[0].shape
+    caches = []
+    for pool in pools:
+        flat = pool.reshape(2, blocks, heads, size * dim)
+        caches.append((flat[0].reshape(blocks, heads, dim // x, size, x), flat[1].reshape(blocks, heads, dim, size)))
+    parts = -(-case.context // classic.PARTITION_SIZE)
+    sums, tops = (cupy.empty((case.batch, case.num_heads, parts), np.float32) for _ in range(2))
+    partial = cupy.empty((case.batch, case.num_heads, parts, dim), np.float32)
+    tables, lens = cupy.asarray(tables), cupy.asarray(lens)
+    rest = (case.num_kv_heads, dim**-0.5, tables, lens, size, case.context)
+
+    def v1(i: int) -> None:
+        classic.paged_attention_v1(out, q, *caches[i % len(caches)], *rest)
+
+    def v2(i: int) -> None:
+        classic.paged_attention_v2(out, sums, tops, partial, q, *caches[i % len(caches)], *rest)
+
+    return {"v1": _captured(v1, calls, rounds), "v2": _captured(v2, calls, rounds)}
+
+
+def _random(cupy: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Small finite values of any dtype: random bits whose exponents are moderate."""
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    bits = cupy.random.randint(0, 2**16, size=-(-num_bytes // 2), dtype=np.uint16)
+    bits &= {1: 0xBBBB, 2: 0xBBFF, 4: 0xBDFF}[dtype.itemsize]  # clears a high exponent bit of every element
+    return bits.view(np.uint8)[:num_bytes].view(dtype).reshape(shape)
+
+
+def memory_needed(case: Case) -> int:
+    """Bytes of device memory: the caches of the rotation, and room for filling one."""
+    return (_copies(case) + 2) * case.kv_bytes
+
+
+def _copies(case: Case) -> int:
+    """How many caches the rotation has: more than four times the L2 cache."""
+    return max(2, -(-4 * _l2_bytes() // case.kv_bytes) + 1)
+
+
+def _l2_bytes() -> int:
+    from cupaged.cuda import current_backend
+
+    return current_backend().launcher.info.l2_bytes
+
+
+@cache
+def _reader() -> Any:
+    import cupy
+
+    return cupy.RawKernel(READ_SUM, "read_sum")
+
+
+def _read_bandwidth(pools: list[Any], rounds: int) -> float:
+    """GB/s of summing the pools, one launch each; the best grid of a few."""
+    import cupy
+
+    sink = cupy.zeros(1, np.uint32)
+    best = 0.0
+    for per_sm in (8, 16, 32):
+        grid = cupy.cuda.Device().attributes["MultiProcessorCount"] * per_sm
+
+        def read(i: int, grid: int = grid) -> None:
+            pool = pools[i % len(pools)]
+            _reader()((grid,), (256,), (pool, np.int64(pool.nbytes // 16), sink))
+
+        best = max(best, pools[0].nbytes / _captured(read, max(len(pools), 10), rounds) / 1e3)
+    return best
+
+
+def _eager(call: Callable[[int], None], calls: int, rounds: int) -> float:
+    return _median(lambda: [call(i) for i in range(calls)], rounds) / calls
+
+
+def _captured(call: Callable[[int], None], calls: int, rounds: int) -> float:
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for i in range(2):
+            call(i)  # compiles and allocates
+        stream.synchronize()
+        stream.begin_capture()
+        for i in range(calls):
+            call(i)
+        graph = stream.end_capture()
+        return _median(graph.launch, rounds) / calls
+
+
+def _median(work: Callable[[], Any], rounds: int) -> float:
+    """Microseconds of GPU time between two events around `work`, on the current stream."""
+    import cupy
+
+    times = []
+    for i in range(rounds + 2):
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        if i >= 2:  # two rounds to warm up
+            times.append(cupy.cuda.get_elapsed_time(start, end) * 1e3)
+    return float(np.median(times))
+
+
+def _host(call: Callable[[int], None], calls: int) -> float:
+    """Microseconds that the host spends on a call."""
+    import cupy
+
+    times = []
+    for i in range(calls):
+        if i % 20 == 0:
+            cupy.cuda.get_current_stream().synchronize()  # the queue never fills
+        start = time.perf_counter()
+        call(i)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times)) * 1e6
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Lines for people."""
+    head = f"{'case':44} {'MiB':>8} {'read GB/s':>9} {'graph us':>9} {'GB/s':>7} {'of read':>8} {'eager us':>9} {'host us':>8}  "
+    head += "classic v1 / v2 us"
+    lines = [head]
+    for r in results:
+        if "error" in r:
+            lines.append(f"{r['case']:44} {r['error']}")
+            continue
+        original = " / ".join(f"{r['classic_us'][v]:.1f}" for v in ("v1", "v2") if v in r["classic_us"])
+        lines.append(
+            f"{r['case']:44} {r['kv_bytes'] / 2**20:8.1f} {r['read_gb_s']:9.0f} {r['graph_us']:9.1f} {r['gb_s']:7.0f} {r['fraction']:8.1%} "
+            f"{r['eager_us']:9.1f} {r['host_us']:8.1f}  {original}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""Everything that needs a GPU, in under eight minutes: the gpu-marked tests, then the benchmarks of attention.
+
+    make gpu-check PYTHON=python3 OUT=results        (or: OUT=results python -m bench.gpu_check)
+
+Needs an environment with CuPy for CUDA 12 or 13, pytest and hypothesis; nothing is installed. Writes to the folder OUT (default
+"gpu-check"): gpu-check.json (device, versions, tests, every figure), gpu-check.txt (a short table), gpu-tests.txt (the tests' output).
+Tests run first; benchmarks run whatever the tests say, as many as the time allows. Ends with status 0 when all tests passed and no
+benchmark failed, 1 otherwise, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOTAL_SECONDS, TEST_SECONDS = 460.0, 260.0
+KEPT_SECONDS = 20.0  # for the last case and for writing
+
+
+def main() -> int:
+    start = time.monotonic()
+    try:
+        import cupy
+    except ImportError:
+        print("gpu-check: CuPy is not installed here: pip install 'cupaged[cuda12x]' (or [cuda13x])", file=sys.stderr)
+        return 2
+    if not cupy.cuda.is_available():
+        print("gpu-check: CuPy finds no GPU (no CUDA device or no driver)", file=sys.stderr)
+        return 2
+    folder = Path(os.environ.get("OUT") or "gpu-check")
+    folder.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": describe(cupy)}
+    print(json.dumps(report["machine"]), flush=True)
+
+    report["tests"] = run_tests(folder / "gpu-tests.txt")
+    print(f"tests: {report['tests']['summary']}", flush=True)
+    write(folder, report)
+    report["attention"] = run_benchmarks(start + TOTAL_SECONDS - KEPT_SECONDS)
+    report["seconds"] = round(time.monotonic() - start, 1)
+    print(write(folder, report))
+    failed = report["tests"]["status"] != 0 or any("error" in r for r in report["attention"])
+    return int(failed)
+
+
+def describe(cupy: Any) -> dict[str, Any]:
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+    free, memory = cupy.cuda.Device().mem_info
+    return {
+        "device": properties["name"].decode(),
+        "compute_capability": cupy.cuda.Device().compute_capability,
+        "multiprocessors": properties["multiProcessorCount"],
+        "l2_bytes": properties["l2CacheSize"],
+        "memory_bytes": memory,
+        "free_bytes": free,
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+        "runtime": cupy.cuda.runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+        "python": sys.version.split()[0],
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def run_tests(log: Path) -> dict[str, Any]:
+    """The tests marked gpu, in a process of their own so that a broken context does not reach the benchmarks."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu and not fuzz",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "tests",
+    ]
+    start = time.monotonic()
+    with log.open("w") as file:
+        try:
+            status = subprocess.run(
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=TEST_SECONDS, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+    lines = log.read_text(errors="replace").splitlines()
+    last = lines[-1] if lines else "no output"
+    summary = f"stopped after {TEST_SECONDS:.0f} s" if status == 124 else last
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {
+        "status": status, "summary": summary, "failures": failures, "seconds": round(time.monotonic() - start, 1),
+    }  # fmt: skip
+
+
+def run_benchmarks(deadline: float) -> list[dict[str, Any]]:
+    """Every case that still fits; one that fails is reported and the next one runs."""
+    import cupy
+
+    from bench.gpu_attention import CASES, measure, memory_needed
+
+    results: list[dict[str, Any]] = []
+    for case in CASES:
+        if time.monotonic() > deadline:
+            results.append({"case": case.name, "skipped": "no time left"})
+            continue
+        needed, free = memory_needed(case), cupy.cuda.Device().mem_info[0]
+        if needed > 0.8 * free:
+            results.append(
+                {"case": case.name, "skipped": f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"}
+            )
+            continue
+        try:
+            results.append(measure(case).as_dict())
+        except Exception as error:
+            results.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:2000]})
+        print(results[-1], flush=True)
+        cupy.get_default_memory_pool().free_all_blocks()
+    return results
+
+
+def write(folder: Path, report: dict[str, Any]) -> str:
+    """Save what is known so far. Returns the table."""
+    from bench.gpu_attention import table
+
+    (folder / "gpu-check.json").write_text(json.dumps(report, indent=1) + "\n")
+    machine = report["machine"]
+    text = (
+        f"{machine['device']} (sm_{machine['compute_capability']}), CuPy {machine['cupy']}, CUDA {machine['runtime']}\n"
+        f"tests: {report['tests']['summary']}\n\n{table([r for r in report.get('attention', []) if 'skipped' not in r])}\n"
+    )
+    (folder / "gpu-check.txt").write_text(text)
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

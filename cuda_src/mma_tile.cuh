@@ -128,7 +128,10 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TokenRows* 
   constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
   constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
   constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce, kBatch = kRounds < 8 ? kRounds : 8;
-  const int first_token = threadIdx.x % kCopiers / kLanes, lane = threadIdx.x % kLanes;
+  // Where 8 lanes write several rows at once, rows kLanes apart: the rest of an odd stride then keeps them on different banks.
+  constexpr int kTogether = kVec == 16 && kLanes < 8 ? 8 / kLanes : 1;
+  const int nth = threadIdx.x % kCopiers / kLanes, lane = threadIdx.x % kLanes;
+  const int first_token = kTogether == 1 ? nth : nth / 8 * 8 + nth % kTogether * kLanes + nth / kTogether % kLanes;
   unsigned char* to = tile + first_token * kRowBytes + lane * kVec;
   const SharedAddress address = shared_address(to);
 #pragma unroll

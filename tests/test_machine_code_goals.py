@@ -87,7 +87,7 @@ def test_prefill_keeps_everything_in_registers(head_dim: int, most: int, dtype: 
 
 @pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 @pytest.mark.parametrize(("dtype", "kv_dtype"), FORMATS[1:3])
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 96, 128])
 def test_shared_memory_is_read_and_written_without_bank_conflicts(
     head_dim: int, dtype: str, kv_dtype: str, rng: np.random.Generator
 ) -> None:

@@ -1,0 +1,178 @@
+// What the matrix instructions multiply: 16-bit operands, fp8 codes as halves, queries.
+//
+// Types      16-bit pages are multiplied as they are. fp8 pages become halves, queries too: bf16 queries times a power of two per
+//            row, which the softmax scale takes back. Probabilities are halves, bf16 for bf16 pages. Accumulators float32.
+// Lanes      Lane t, g = t / 4, c = t % 4. Order inside head_dim is free in Q K^T: with fp8 a lane takes the four codes of its
+//            register, and queries are stored in that order (query_position).
+// Shared     Queries [rows] of head_dim halves, a multiple of 16, padded to an odd number of 16-byte units: 272 bytes for 128.
+#pragma once
+#include "tile_copy.cuh"
+
+constexpr bool kFp8 = sizeof(kCacheType) == 1;
+constexpr bool kBfloat16 = is_same_type<kCacheType, __nv_bfloat16>;
+constexpr bool kScaledQuery = kFp8 && is_same_type<kQueryType, __nv_bfloat16>;
+#if __CUDA_ARCH__ >= 890
+constexpr bool kByteTrick = false;
+#else
+constexpr bool kByteTrick = is_same_type<kCacheType, fp8_e4m3>;
+#endif
+constexpr float kCodeFactor = kByteTrick ? 256.0f : 1.0f;  // of an fp8 value over what is multiplied in its place
+constexpr int kSteps = (kHeadDim + 15) / 16;               // of 16 entries of head_dim, the last perhaps 8
+constexpr int kQueryRowBytes = (2 * kSteps | 1) * 16;
+constexpr bool kQueryInRegisters = kRowTiles * kHeadDim <= 256;
+
+// ------------------------------------------------------------------------------------------------ 16-bit and fp8 operands
+
+template <bool kHalfStep = false>
+__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  if constexpr (kBfloat16) {
+    if constexpr (kHalfStep) {
+      mma_m16n8k8_bf16(d, a[0], a[1], b0);
+    } else {
+      mma_m16n8k16_bf16(d, a, b0, b1);
+    }
+  } else {
+    if constexpr (kHalfStep) {
+      mma_m16n8k8_f16(d, a[0], a[1], b0);
+    } else {
+      mma_m16n8k16_f16(d, a, b0, b1);
+    }
+  }
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  if constexpr (kBfloat16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const unsigned*>(&pair);
+  }
+}
+
+// Four codes as halves, times 1 / kCodeFactor: bytes 0 and 2, bytes 1 and 3.
+__device__ __forceinline__ void split_codes(unsigned codes, unsigned& even, unsigned& odd) {
+  if constexpr (is_same_type<kCacheType, fp8_e5m2>) {
+    even = __byte_perm(codes, 0, 0x2404);
+    odd = codes & 0xff00ff00u;
+  } else if constexpr (kByteTrick) {
+    // Exponent and mantissa moved to a half's place: biases 7 and 15 make that 2^-8 of the value.
+    even = (codes << 8 & 0x80008000u) | (codes << 7 & 0x3f803f80u);
+    odd = (codes & 0x80008000u) | (codes >> 1 & 0x3f803f80u);
+  } else {
+#if __CUDA_ARCH__ >= 890
+    unsigned short low, high;
+    split_halves(__byte_perm(codes, 0, 0x3120), low, high);
+    even = e4m3x2_to_half2(low), odd = e4m3x2_to_half2(high);
+#endif
+  }
+}
+
+// The same for keys, where the order inside head_dim is free: any two pairs.
+constexpr bool kNeighbours = kFp8 && !kByteTrick && !is_same_type<kCacheType, fp8_e5m2>;  // bytes 0 and 1, bytes 2 and 3
+__device__ __forceinline__ void convert_codes(unsigned codes, unsigned& first, unsigned& second) {
+#if __CUDA_ARCH__ >= 890
+  if constexpr (kNeighbours) {
+    unsigned short low, high;
+    split_halves(codes, low, high);
+    first = e4m3x2_to_half2(low), second = e4m3x2_to_half2(high);
+    return;
+  }
+#endif
+  split_codes(codes, first, second);
+}
+
+// Where entry d of head_dim stands in a query row: with fp8, as convert_codes pairs the codes of a register.
+__device__ __forceinline__ int query_position(int d) {
+  if constexpr (!kFp8) return d;
+  const int code = d % 4, pair = kNeighbours ? code / 2 : code % 2, high = kNeighbours ? code % 2 : code / 2;
+  return d / 16 * 16 + d % 16 / 4 * 2 + pair * 8 + high;
+}
+
+// ---------------------------------------------------------------------------------------------------------------- queries
+
+// Rows first, first + kStep, ... of the tile's queries to shared memory, kCount rows a warp, rows and entries past the end as
+// zeros; their softmax scales to `scales`.
+template <int kCount, int kStep>
+__device__ __forceinline__ void load_queries(const Params& p, const Task& task, unsigned char* queries, float* scales, int first) {
+  constexpr int kEntries = (kSteps * 16 + 31) / 32, kBatch = kCount < 8 ? kCount : 8;  // of a lane; rows in flight
+  const int lane = threadIdx.x % 32;
+  const float scale = p.scale * p.k_scale[task.head] * kCodeFactor;
+#pragma unroll 1
+  for (int done = 0; done < kCount; done += kBatch) {
+    kQueryType entries[kBatch][kEntries];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int r = first + (done + b) * kStep;
+      const bool real = r < task.num_rows;
+      const kQueryType* q = p.q + row_offset(p, task, real ? r : 0, p.q_token, p.q_head);
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) {
+        const int d = i * 32 + lane;
+        entries[b][i] = real && d < kHeadDim ? load_as<kQueryType>(q + d) : from_float<kQueryType>(0.0f);
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int r = first + (done + b) * kStep;
+      float back = 1.0f, forth = 1.0f;
+      if constexpr (kScaledQuery) {
+        // The largest entry becomes 1 to 2; what is lost at the small end is below 2^-25 of the largest.
+        float top = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kEntries; ++i) top = fmaxf(top, fabsf(to_float(entries[b][i])));
+#pragma unroll
+        for (int flip = 16; flip > 0; flip /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, flip));
+        const int exponent = max(min(int(__float_as_uint(top) >> 23), 253), 1);
+        forth = __uint_as_float(unsigned(254 - exponent) << 23);
+        back = __uint_as_float(unsigned(exponent) << 23);
+      }
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) {
+        const int d = i * 32 + lane;
+        unsigned char* to = queries + r * kQueryRowBytes + query_position(d) * 2;
+        if (kSteps % 2 == 0 || d < kSteps * 16) {
+          if constexpr (kScaledQuery) {
+            store_as(to, __float2half_rn(to_float(entries[b][i]) * forth));
+          } else {
+            store_as(to, entries[b][i]);
+          }
+        }
+      }
+      if (lane == 0) scales[r] = scale * back;
+    }
+  }
+}
+
+struct Query {  // B operands of Q^T: k = entries 2c, 2c + 1 (and + 8) of a step, column = row g
+  SharedAddress lane_row;
+  unsigned registers[kQueryInRegisters ? kSteps : 1][kRowTiles][2];
+
+  // `rows`: this warp's first row.
+  __device__ __forceinline__ void open(const unsigned char* rows) {
+    const int lane = threadIdx.x % 32;
+    lane_row = shared_address(rows) + (lane / 16 * 8 + lane % 8) * kQueryRowBytes + lane / 8 % 2 * 16;
+    if constexpr (kQueryInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load(step, registers[step]);
+    }
+  }
+  __device__ __forceinline__ void load(int step, unsigned (&b)[kRowTiles][2]) const {
+    static_assert(kRowTiles <= 2, "more row tiles need more ldmatrix");
+    if constexpr (kRowTiles == 1) {
+      ldmatrix_x2(b[0], lane_row + step * 32);
+    } else {
+      unsigned x[4];
+      ldmatrix_x4(x, lane_row + step * 32);
+      b[0][0] = x[0], b[0][1] = x[1], b[1][0] = x[2], b[1][1] = x[3];
+    }
+  }
+  __device__ __forceinline__ void get(int step, unsigned (&b)[kRowTiles][2]) const {
+    if constexpr (kQueryInRegisters) {
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) b[t][0] = registers[step][t][0], b[t][1] = registers[step][t][1];
+    } else {
+      load(step, b);
+    }
+  }
+};

@@ -31,11 +31,13 @@ from .cuda_structs import (
     elements_per_access,
     merge_defines,
     merged_axes,
+    pack,
     power_of_two,
     write_defines,
 )  # fmt: skip
 from .decode_work import DeviceWork, PinnedRing
 from .kernel_config import KernelConfig, attention_kernels
+from .kernels import debug
 from .launcher import CupyLauncher, Launcher
 from .plan import Plan, PlanOptions, plan_options
 from .schedule import MIN_SHARE
@@ -51,6 +53,9 @@ class Backend:
         self.launcher = launcher
         self._ring = PinnedRing(launcher)
         self._workspaces: dict[int, Workspace] = {}
+        self._functions: dict[
+            Any, Any
+        ] = {}  # attention kernels by what a call knows: putting constants together takes longer
 
     # ------------------------------------------------------------------------------------------------------ writes
 
@@ -308,8 +313,7 @@ class Backend:
             call.num_splits,
             call.causal,
         )
-        params = np.zeros(1, ATTENTION)
-        p = params[0]
+        p: dict[str, Any] = dict.fromkeys(ATTENTION.names or (), 0)
         vec = self._describe(call, p)
 
         def launch(config: KernelConfig, across: int, planned: bool) -> None:
@@ -317,7 +321,7 @@ class Backend:
                 config, vec, planned=planned, softcap=call.softcap is not None, alibi=call.alibi_slopes is not None
             )
             self.launcher.launch(
-                function, (across, num_kv_heads, 1), (config.threads, 1, 1), params, config.shared_bytes
+                function, (across, num_kv_heads, 1), (config.threads, 1, 1), pack(ATTENTION, p), config.shared_bytes
             )
 
         if call.plan is not None or type(call.seq_lens) is np.ndarray:
@@ -332,7 +336,7 @@ class Backend:
                 p["splits"] = splits
                 launch(config, units * splits, planned=False)
 
-    def _planned(self, plan: Plan, options: PlanOptions, p: Any) -> DeviceWork:
+    def _planned(self, plan: Plan, options: PlanOptions, p: dict[str, Any]) -> DeviceWork:
         """Point the parameters at the plan's metadata and at a workspace."""
         work = self._work(plan, options)
         for name in ("seq_lens", "query_start_loc", "block_tables"):
@@ -345,7 +349,9 @@ class Backend:
         )
         return work
 
-    def _unplanned(self, call: Attention, options: PlanOptions, p: Any) -> list[tuple[KernelConfig, int, int]]:
+    def _unplanned(
+        self, call: Attention, options: PlanOptions, p: dict[str, Any]
+    ) -> list[tuple[KernelConfig, int, int]]:
         """The same for lengths that only the device knows: as many equal splits a sequence as may fill the device.
 
         Returns kernels with their units, numbered as the kernels number them, and splits of each.
@@ -374,7 +380,7 @@ class Backend:
         )
         return launches
 
-    def _describe(self, call: Attention, p: Any) -> int:
+    def _describe(self, call: Attention, p: dict[str, Any]) -> int:
         """Fill in the arrays and options of the call. Returns the widest access to pages that all addresses allow, in bytes."""
         pointer = self.launcher.pointer
         num_heads, head_dim = call.q.shape[1:]
@@ -399,8 +405,13 @@ class Backend:
     def _kernel(
         self, config: KernelConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
     ) -> Any:
-        defines = decode_defines(config, vec, planned, softcap, alibi)
-        return self.launcher.get(config.kernel, config.kernel + ".cu", defines, config.shared_bytes)
+        key = (config, vec, planned, softcap, alibi, debug())
+        function = self._functions.get(key)
+        if function is None:
+            defines = decode_defines(config, vec, planned, softcap, alibi)
+            function = self.launcher.get(config.kernel, config.kernel + ".cu", defines, config.shared_bytes)
+            self._functions[key] = function
+        return function
 
     def _work(self, plan: Plan, options: PlanOptions) -> DeviceWork:
         """The plan's work on this device; made at the first call that needs it."""

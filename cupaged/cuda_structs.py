@@ -6,6 +6,8 @@ names every constant that source wants.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -63,6 +65,21 @@ CLASSIC = _struct(
     (_I32, "num_heads", "group", "max_partitions", "num_blocks", "max_blocks"),
     (_I32, "local_blocks", "vert_stride", "sparse_block", "head_step", "first_head"), (_F32, "scale"), (_I32, "padding"),
 )  # fmt: skip
+
+
+_CODES = {"<u8": "Q", "<i8": "q", "<u4": "I", "<i4": "i", "<f4": "f"}
+
+
+@cache
+def _packing(kind: np.dtype[Any]) -> struct.Struct:
+    found = struct.Struct("@" + "".join(_CODES[kind[name].str] for name in kind.names or ()))
+    assert found.size == kind.itemsize
+    return found
+
+
+def pack(kind: np.dtype[Any], values: Mapping[str, Any]) -> Array:
+    """One struct of a flat kind. Many times faster than setting fields of an array one by one, and it is done at every call."""
+    return np.frombuffer(_packing(kind).pack(*[values[name] for name in kind.names or ()]), kind)
 
 
 def decode_defines(config: KernelConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:

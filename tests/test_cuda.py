@@ -30,6 +30,7 @@ class Machine:
     backend: cuda.Backend
     put: Any  # host array -> device array
     get: Any  # device array -> host array
+    tensor_cores: bool  # whether 16-bit queries go there
 
 
 @pytest.fixture(params=["simt", "simt_sm75", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -38,13 +39,14 @@ def machine(request: pytest.FixtureRequest) -> Any:
         cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
         if not cupy.cuda.is_available():
             pytest.skip("no CUDA device found")
-        yield Machine(cuda.current_backend(), cupy.asarray, cupy.asnumpy)
+        backend = cuda.current_backend()
+        yield Machine(backend, cupy.asarray, cupy.asnumpy, backend.launcher.info.arch >= 80)
         return
     if reason := build.unavailable():
         pytest.skip(reason)
     backend = simt_device.backend(75 if request.param == "simt_sm75" else 90)
     with simt_device.in_place_of_a_gpu(backend):
-        yield Machine(backend, backend.launcher.put, backend.launcher.fetch)
+        yield Machine(backend, backend.launcher.put, backend.launcher.fetch, request.param == "simt")
 
 
 # ------------------------------------------------------------------------------------------------------ graphs and plans
@@ -173,7 +175,7 @@ def test_an_update_is_one_copy_and_a_call_with_plan_and_out_allocates_nothing(rn
         with launcher.capture() as graph:  # the executor refuses allocation, compilation and synchronisation in here
             cupaged.paged_attention(case.q, case.k_cache, case.v_cache, None, None, plan=plan, out=out, lse=lse)
         graph.replay()
-        assert_close(case, out, lse)
+        assert_close(case, out, lse, tensor_cores=True)
 
 
 def test_updates_may_run_ahead_of_the_device(rng: np.random.Generator) -> None:
@@ -205,7 +207,7 @@ def test_updates_may_run_ahead_of_the_device(rng: np.random.Generator) -> None:
             launcher.copy_async(snapshots[-1][1], lse)
         launcher.flush()
         for one, snapshot in zip(cases, snapshots, strict=True):
-            assert_close(one, *snapshot)
+            assert_close(one, *snapshot, tensor_cores=True)
 
 
 def test_a_plan_with_bounds_refuses_a_larger_step_and_stays_as_it_was(
@@ -235,7 +237,7 @@ def test_a_plan_with_bounds_refuses_a_larger_step_and_stays_as_it_was(
             plan.update(SimpleNamespace(**{**good, **change}))
     q, k, v = machine.put(case.q), machine.put(case.k_cache), machine.put(case.v_cache)
     out, lse = cupaged.paged_attention(q, k, v, None, None, plan=plan, return_lse=True)
-    assert_close(case, machine.get(out), machine.get(lse))
+    assert_close(case, machine.get(out), machine.get(lse), machine.tensor_cores)
     too_many = machine.put(np.zeros((4, 6, 64), np.float16))
     with pytest.raises(ValueError, match=r"q: expected 2 .* to max_tokens = 3 rows, got 4"):
         cupaged.paged_attention(too_many, k, v, None, None, plan=plan)
@@ -319,7 +321,7 @@ def test_lengths_that_only_the_device_knows_give_the_same_result(machine: Machin
         if not len(case.q):
             return
         out, lse = attend(machine, case, on_device=True)
-        assert_close(case, out, lse)
+        assert_close(case, out, lse, machine.tensor_cores)
         if case.options["num_splits"] is not None:  # then even the bits are those of planned work
             planned, planned_lse = attend(machine, case, on_device=False)
             np.testing.assert_array_equal(out.view(np.uint8), planned.view(np.uint8))
@@ -332,7 +334,7 @@ def test_rows_past_the_last_sequence_come_out_empty(machine: Machine, rng: np.ra
     case = make_case(rng, seq_lens=[5, 40], query_lens=[2, 1], block_size=16, head_dim=64, group=3, dtype="float16")
     for on_device in (True, False):
         out, lse = attend(machine, case, on_device=on_device, tokens=9)
-        assert_close(case, out[:3], lse[:3])
+        assert_close(case, out[:3], lse[:3], machine.tensor_cores)
         assert (out[3:] == 0).all() and (lse[3:] == -np.inf).all()
 
 
@@ -356,7 +358,7 @@ def test_debug_mode_clamps_what_only_the_device_knows(
     wild.options["causal"] = False
     case.k_cache[...], case.v_cache[...] = np.nan_to_num(case.k_cache), np.nan_to_num(case.v_cache)
     out, lse = attend(machine, wild, on_device=True)
-    assert_close(tamed, out, lse)
+    assert_close(tamed, out, lse, machine.tensor_cores)
     cache = machine.put(np.zeros((2, 1, 4, 8), np.float32))
     k = machine.put(np.ones((2, 1, 8), np.float32))
     ones = machine.put(np.ones(1, np.float32))

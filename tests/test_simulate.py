@@ -138,6 +138,12 @@ def test_a_request_waits_for_room_and_its_reservation_turns_into_use() -> None:
     assert outcome.waits.tolist() == [0, 3]
 
 
+def test_a_refused_request_is_admitted_as_soon_as_one_of_the_others_has_finished() -> None:
+    outcome = replay(trace_of((0, 2, 2), (0, 2, 5), (0, 3, 1)), reserve_oracle(9), interval=1, max_length=9)
+    assert records(outcome, "step", "steps", "running", "waiting") == [(0, 2, 2, 1), (2, 1, 2, 0), (3, 2, 1, 0)]
+    assert outcome.waits.tolist() == [0, 0, 2]
+
+
 def test_free_slots_are_external_while_a_request_waits_that_needs_no_more() -> None:
     # 8, 6 and 6 slots; the first and the last leave after one step, the one in the middle stays, and 10 do not fit around it
     trace = Trace("test", np.array([0.0, 0, 0, 1]), np.array([8, 1, 6, 10]), np.array([1, 6, 1, 1]))

@@ -89,7 +89,11 @@ struct Access<16> {
 };
 
 template <int kBytes>
-constexpr int access_bytes = kBytes % 16 == 0 ? 16 : kBytes % 8 == 0 ? 8 : kBytes % 4 == 0 ? 4 : kBytes % 2 == 0 ? 2 : 1;
+constexpr int access_bytes = kBytes % 16 == 0  ? 16
+                             : kBytes % 8 == 0 ? 8
+                             : kBytes % 4 == 0 ? 4
+                             : kBytes % 2 == 0 ? 2
+                                               : 1;
 
 template <class T, int kCount>
 struct alignas(access_bytes<kCount * sizeof(T)>) Vec {

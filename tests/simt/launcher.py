@@ -56,10 +56,11 @@ class Graph:
 class SimtLauncher:
     """Runs kernels on the CPU as a device of architecture `arch` would, or says which rule they break.
 
-    `seed` fixes the schedule (drawn anew by default, or taken from `CUPAGED_SIMT_SEED`); `model` fixes the errors of approximate
-    instructions, which a schedule must not change. `kind` is the build (build.py; default "plain", or `CUPAGED_SIMT_KIND`).
-    `copies` says when asynchronous copies land inside a kernel: 0 late, 1 early, 2 at any time, -1 as the seed decides. `folder`
-    replaces the package's CUDA sources, `num_sms` shrinks the device, `traced` counts the cost of accesses in `traffic`.
+    `seed` fixes the schedules (drawn anew by default; `CUPAGED_SIMT_SEED` repeats the one of a report), `model` the errors of
+    approximate instructions, which a schedule must not change. `kind` is the build (build.py; default "plain", or
+    `CUPAGED_SIMT_KIND`). `copies` says when asynchronous copies land inside a kernel: 0 late, 1 early, 2 at any time, -1 as the
+    seed decides. `folder` replaces the package's CUDA sources, `num_sms` shrinks the device, `lazy` holds launches back until
+    they are waited for, `traced` counts the cost of accesses in `traffic`.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class SimtLauncher:
         self.traffic: list[Traffic] = []  # of traced launches
         self._machine: Any = Native(kind) if kind in ("plain", "checked") else Worker(kind)
         self._regions = Regions()
-        drawn = int(os.environ.get("CUPAGED_SIMT_SEED", "0")) or int.from_bytes(os.urandom(6), "little")
-        self.seed = drawn if seed is None else seed
+        self._repeated = os.environ.get("CUPAGED_SIMT_SEED")  # one launch's seed, taken for all
+        self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else seed
         self._launches = itertools.count()
         self._functions: dict[Any, Function] = {}
         self._announced: dict[Function, int] = {}  # shared memory that `get` was told of
@@ -121,7 +122,7 @@ class SimtLauncher:
         self._check_launch(function, grid, block, params, shared_bytes)
         if 0 in grid:
             return
-        seed = (self.seed + 0x9E3779B97F4A7C15 * next(self._launches)) % 2**64
+        seed = int(self._repeated or (self.seed + 0x9E3779B97F4A7C15 * next(self._launches)) % 2**64)
         launch = Launch(
             function, grid, block, params.tobytes(), shared_bytes, seed, self.model, self.copies, self.traced
         )
@@ -152,7 +153,7 @@ class SimtLauncher:
             regions = self._regions.of(fields, launch.params)
             self._machine.run(launch, regions)
         except (SimtError, LookupError) as error:
-            raise SimtError(f"{launch.function.name}: {error} (CUPAGED_SIMT_SEED={self.seed})") from None
+            raise SimtError(f"{launch.function.name}: {error} (CUPAGED_SIMT_SEED={launch.seed})") from None
         if launch.traced:
             self.traffic += self._machine.traffic(launch.function)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -302,3 +303,22 @@ def test_a_pointer_that_no_array_gave_is_refused() -> None:
     launcher = SimtLauncher()
     with pytest.raises(LookupError, match="parameter `y` holds 0x1000"):
         launcher._regions.of([(0, "y")], (0x1000).to_bytes(8, "little"))
+
+
+def test_a_report_names_the_seed_that_repeats_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+    extern "C" __global__ void test(const Params p) {
+      if (atomicAdd(p.y, 1) == 300) p.x[0] = 1.0f / threadIdx.x, __trap();
+    }"""
+
+    def arrived_last() -> tuple[str, float]:
+        x = np.zeros(1, np.float32)
+        with pytest.raises(SimtError, match="__trap") as caught:
+            run(source, x=x, y=np.zeros(1, np.int32), grid=(8, 1, 1), block=(64, 1, 1))
+        match = re.search(r"CUPAGED_SIMT_SEED=(\d+)", str(caught.value))
+        assert match is not None
+        return match[1], float(x[0])
+
+    seed, who = arrived_last()
+    monkeypatch.setenv("CUPAGED_SIMT_SEED", seed)
+    assert arrived_last() == (seed, who)

@@ -35,7 +35,9 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const TokenRows* 
   constexpr int kPieces = kHeadBytes / kVec;
   constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
   constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
-  constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce, kBatch = kRounds < 8 ? kRounds : 8;
+  constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce;
+  constexpr int kMost = kVec < 4 ? 1 : kCopiers > 32 ? 4 : 8;  // addresses at once: a prefill has few registers to spare
+  constexpr int kBatch = kRounds < kMost ? kRounds : kMost;
   // Where 8 lanes write several rows at once, rows kLanes apart: the rest of an odd stride then keeps them on different banks.
   constexpr int kTogether = kVec == 16 && kLanes < 8 ? 8 / kLanes : 1;
   const int nth = threadIdx.x % kCopiers / kLanes, lane = threadIdx.x % kLanes;

@@ -2,20 +2,15 @@
 //
 // What       out = softmax(scale Q K^T) V over a paged cache, with every mask and option of the numerics contract.
 // Layout     q, out [num_tokens, num_heads, head_dim]; pages by strides (paged_kv.cuh); partial results float32.
-// Work       The query heads of one KV head times the query rows of one sequence are its packed rows (row r, head g of the group at
-//            r * group + g). A unit is up to kRows packed rows of one sequence. Its keys are cut into items of tokens; blockIdx.y
-//            is the KV head, and blockIdx.x either walks the items of its share of a plan (kPlanned) or is one (unit, split) whose
-//            range follows from the lengths in device memory. Keys and values of an item are read once for all its rows.
-// Threads    A warp owns every kWarps-th tile of kTokens tokens, counted from token 0, with its own softmax state, its own buffers
-// and
-//            its own cp.async groups, so warps never wait for one another inside an item. S = Q K^T: a lane is a token (kParts
+// Work       Units, items and the grid as in work.cuh; the keys and values of an item are read once for all its rows.
+// Threads    A warp owns every kWarps-th tile of kTokens tokens, counted from token 0, with its own softmax states, its own buffers
+//            and its own cp.async groups, so warps never wait for one another inside an item. S = Q K^T: a lane is a token (kParts
 //            lanes share one, each with every kParts-th unit of head_dim). O += P V: a lane is kPieces * kElems entries of
-//            head_dim, and the probabilities come from shared memory. At the end the warps' states are merged in warp order, and
-//            the last block of a unit, by ticket, merges the partials in index order.
+//            head_dim, and the probabilities come from shared memory. At the end the warps' states are merged in warp order.
 // Shared     q as float32 [kRows][head_dim] | row bounds | states | per warp: K tile, V tile (rows padded to an odd number of
 //            16-byte units, so that 8 lanes reading 8 rows touch all banks), probabilities [kTokens][kRows]. With head_dim 128,
-//            16-bit pages, 16 rows and 4 warps: 8192 + 256 + 512 + 4 * (2 * 16 * 272 + 16 * 80) = 48,896 bytes.
-// Not here   Tensor cores, and sharing a tile between more than kRows packed rows: those belong to a prefill kernel.
+//            16-bit pages, 16 rows and 4 warps: 8192 + 256 + 512 + 16, at 9088 the tiles, 4 * (2 * 16 * 272 + 16 * 80) = 39,936.
+// Not here   Tensor cores, and sharing a tile between more than kRows packed rows (decode_mma.cu, prefill.cu).
 #include "work.cuh"
 
 constexpr int kSize = sizeof(kCacheType);

@@ -488,6 +488,14 @@ def test_the_command_goes_without_tqdm_and_says_what_a_picture_needs(
     assert list(json.loads(out.with_name("study.json").read_text())["policies"]) == ["oracle", "beam-2"]
 
 
+def test_a_study_in_which_nothing_fits_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "study"
+    assert main(["simulate", "alpaca", "--limit", "10", "--max-length", "6", "--out", str(out)]) == 0
+    rows = json.loads(out.with_name("study.json").read_text())["policies"].values()
+    assert {(row["rejected"], row["admitted"], row["wait_mean"]) for row in rows} == {(10, 0, None)}
+    assert "in the paper" not in capsys.readouterr().out
+
+
 def test_the_same_seed_gives_the_same_figures(tmp_path: Path) -> None:
     def figures(seed: int) -> object:
         assert (

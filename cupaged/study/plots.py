@@ -37,7 +37,7 @@ def draw(
     figure.suptitle(title, fontsize=12)
     halves: Any = figure.subfigures(2, 1, height_ratios=(1.15, 1))
     upper, lower = halves
-    shown = [name for name in (*CONTIGUOUS, PAGED) if name in outcomes]
+    shown = [name for name in (*CONTIGUOUS, PAGED) if name in outcomes and figures[name].admitted]
     if shown:
         panels = upper.subplots(1, len(shown), sharey=True, squeeze=False)[0]
         for panel, name in zip(panels, shown, strict=True):
@@ -91,16 +91,15 @@ def _waste_by_block_size(panel: Any, figures: dict[str, Figures]) -> None:
         height = np.array([getattr(row, kind) / (1 - row.free) * 100 for row in rows])
         panel.bar(range(len(rows)), height, bottom=bottom, color=colour, label=label, width=0.65)
         bottom += height
-    for x, (total, row) in enumerate(zip(bottom, rows, strict=True)):
-        panel.annotate(
-            f"{total:.2f}%\nbookkeeping {row.metadata_bytes / 1024:,.0f} KiB",
-            (x, total), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )  # fmt: skip
+    for x, total in enumerate(bottom):
+        panel.annotate(f"{total:.2f}%", (x, total), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9)
     panel.axhline(4, color="#66716f", linewidth=1, linestyle="--", zorder=0, label="the PagedAttention paper: under 4%")
-    panel.set_xticks(range(len(rows)), [str(size) for size in sizes])
+    ticks = [f"{size}\n{row.metadata_bytes / 1024:,.0f} KiB" for size, row in zip(sizes, rows, strict=True)]
+    panel.set_xticks(range(len(rows)), ticks)
     panel.set(
-        title="Waste of paging against block size", xlabel="block size (token slots)", ylabel="% of memory in use"
+        title="Waste of paging against block size",
+        xlabel="block size (token slots), and what the bookkeeping takes",
+        ylabel="% of memory in use",
     )
     panel.set_ylim(0, max(5, float(bottom.max(initial=0)) * 1.35))
     panel.legend(frameon=False, fontsize=8, loc="upper left")

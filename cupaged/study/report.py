@@ -50,6 +50,7 @@ def table(figures: dict[str, Figures]) -> str:
 
 def comparison(trace: Trace, max_length: int, figures: dict[str, Figures]) -> Iterator[str]:
     """Lines that hold the paper's figures against these, and say what lies behind a difference."""
+    figures = {name: row for name, row in figures.items() if row.admitted}
     prompts = trace.prompts.sum() / trace.finals.sum()
     at_once = f"prompts, written at once, are {prompts:.0%} of all tokens here: less is reserved for later"
     for name in CONTIGUOUS:
@@ -58,7 +59,7 @@ def comparison(trace: Trace, max_length: int, figures: dict[str, Figures]) -> It
         ours, paper = figures[name].useful, PAPER_USEFUL[name]
         yield f"{name}: {ours:.1%} of the memory in use holds tokens, in the paper {paper:.1%}"
         if name == "contiguous-max":
-            ends = trace.finals.mean()
+            ends = trace.finals[trace.finals <= max_length].mean()
             yield f"    a request ends with {ends:,.0f} tokens on average, {ends / max_length:.0%} of the {max_length:,} that it reserves"
         elif ours > paper and name == "buddy":
             yield "    here the whole length is rounded up once; there the output is, and then the sum again by the buddy allocator"

@@ -113,6 +113,7 @@ class Peers:
                 [python, str(Path(__file__).with_name("cpu_peer.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=None if os.environ.get("CUPAGED_PEER_ERRORS") else subprocess.DEVNULL, text=True,
             )  # fmt: skip
+            atexit.register(self.process.kill)  # torch may not end by itself when its input does
 
     def times(self, config: dict[str, Any], seconds: float) -> dict[str, float]:
         if self.process is None or self.process.stdin is None or self.process.stdout is None:

@@ -11,6 +11,7 @@ import math
 import struct
 import threading
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class _Workspace(threading.local):
     """Memory that outlives a call, one set for each Python thread."""
 
     def __init__(self) -> None:
-        self.params = np.zeros(max(_call.size, _write.size) // 8, np.int64)
+        self.params: Any = np.zeros(max(_call.size, _write.size) // 8, np.int64)
         self.where = address(self.params)
         self.zeros = np.zeros(256, np.float32)  # the row of a key that is not there
         self.no_key = address(self.zeros)

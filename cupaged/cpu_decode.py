@@ -98,7 +98,7 @@ def _row_sum(mine: int, tile: int, r: int) -> float:
 
 @compiled
 def _row_top(mine: int, tile: int, r: int) -> float:
-    return peek_float(mine + TOP + _VECTOR * (r // tile) + 4 * _tokens(tile) * (r % tile))
+    return float(peek_float(mine + TOP + _VECTOR * (r // tile) + 4 * _tokens(tile) * (r % tile)))
 
 
 @compiled

@@ -10,12 +10,8 @@ size costs the same. Scores of few rows lie in vectors of [row, token]: WIDTH / 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from .cpu_vector import (
     F32,
@@ -32,6 +28,7 @@ from .cpu_vector import (
     int64,
     ints,
     loop,
+    operation,
     pointer,
 )
 
@@ -108,8 +105,11 @@ def emit_scores(
         step = unroll * WIDTH
         d, sums = loop(b, int64(0), b.sub(head_dim, int64(step - 1)), step, sums, line)
         for width in (WIDTH,) * (unroll > 1) + (8,) * (WIDTH > 8):
-            stop = b.sub(head_dim, int64(width - 1))
-            d, sums = loop(b, d, stop, width, sums, lambda d, sums, w=width: add_products(d, sums, w))
+
+            def rest(d: ir.Value, sums: list[ir.Value], width: int = width) -> list[ir.Value]:
+                return add_products(d, sums, width)
+
+            d, sums = loop(b, d, b.sub(head_dim, int64(width - 1)), width, sums, rest)
         sums += [const(0.0)] * (WIDTH - len(sums))
         place = _at(b, scores, b.mul(t, int64(WIDTH // tokens)), 4)
         b.store(_transposed_sums(b, sums), pointer(b, place, LANES), align=4)
@@ -223,57 +223,29 @@ def emit_outer(
     loop(b, int64(0), rows, height, [], block)
 
 
-def _product(emit: Callable[..., None], addresses: int) -> Any:
-    """An operation of compiled code: two literal settings, then integers."""
-
-    def typing(settings: Sequence[Any]) -> Any:
-        if not all(isinstance(s, (types.IntegerLiteral, types.BooleanLiteral)) for s in settings):
-            return None
-        literals = [s.literal_value for s in settings]
-
-        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            emit(b, *literals, *args[2:])
-            return context.get_dummy_value()
-
-        return types.void(*settings, *[types.int64] * addresses), generate
-
-    if addresses == 5:
-        return intrinsic(prefer_literal=True)(lambda ctx, x, y, a, b, c, d, e: typing([x, y]))
-    if addresses == 6:
-        return intrinsic(prefer_literal=True)(lambda ctx, x, y, a, b, c, d, e, f: typing([x, y]))
-    return intrinsic(prefer_literal=True)(lambda ctx, x, y, a, b, c, d, e, f, g, h: typing([x, y]))
+def _largest_of_rows(b: ir.IRBuilder, rows: int, x: ir.Value) -> ir.Value:
+    distance = tokens_of(rows) // 2
+    while distance:
+        x = emit_maximum(b, x, emit_shuffle(b, x, x, [i ^ distance for i in range(WIDTH)]))
+        distance //= 2
+    return x
 
 
-scores = _product(emit_scores, 5)  # (kv, rows, q, keys, scores, head_dim, count)
-weigh = _product(emit_weigh, 6)  # (kv, rows, weights, values, out, alpha, head_dim, count)
-outer = _product(emit_outer, 8)  # (vectors, keep, a, a_row, a_step, right, c, alpha, rows, depth)
+def _load_positions(b: ir.IRBuilder, rows: int, address: ir.Value) -> ir.Value:
+    tokens = tokens_of(rows)
+    x = b.load(pointer(b, address, ir.VectorType(ir.IntType(32), tokens)), align=4)
+    return emit_shuffle(b, x, x, [i % tokens for i in range(WIDTH)])
 
 
-@intrinsic(prefer_literal=True)
-def largest_of_rows(context: Any, rows: Any, x: Any) -> Any:
-    """In every lane of a vector of scores the largest of its row; rows is a literal."""
-    if not isinstance(rows, types.IntegerLiteral):
-        return None
-
-    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
-        value, distance = args[1], tokens_of(rows.literal_value) // 2
-        while distance:
-            value = emit_maximum(b, value, emit_shuffle(b, value, value, [i ^ distance for i in range(WIDTH)]))
-            distance //= 2
-        return value
-
-    return floats(rows, floats), generate
-
-
-@intrinsic(prefer_literal=True)
-def load_positions(context: Any, rows: Any, address: Any) -> Any:
-    """The positions of one block of tokens, int32, repeated for every row; rows is a literal."""
-    if not isinstance(rows, types.IntegerLiteral):
-        return None
-
-    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
-        tokens = tokens_of(rows.literal_value)
-        x = b.load(pointer(b, args[1], ir.VectorType(ir.IntType(32), tokens)), align=4)
-        return emit_shuffle(b, x, x, [i % tokens for i in range(WIDTH)])
-
-    return ints(rows, types.int64), generate
+# Functions of compiled code; kv, rows, vectors and keep are literals.
+scores = operation(types.void, [types.int64] * 5, emit_scores, 2)  # (kv, rows, q, keys, scores, head_dim, count)
+weigh = operation(
+    types.void, [types.int64] * 6, emit_weigh, 2
+)  # (kv, rows, weights, values, out, alpha, head_dim, count)
+outer = operation(
+    types.void, [types.int64] * 8, emit_outer, 2
+)  # (vectors, keep, a, a_row, a_step, right, c, alpha, rows, depth)
+largest_of_rows = operation(floats, [floats], _largest_of_rows, 1)  # (rows, x): in every lane the largest of its row
+load_positions = operation(
+    ints, [types.int64], _load_positions, 1
+)  # (rows, address): of one block of tokens, for every row

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
 from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
@@ -77,7 +78,7 @@ def _cached(decorator: Any, *args: Any, **options: Any) -> Callable[[Callable[..
     return decorate
 
 
-class _Vector(types.Type):
+class _Vector(types.Type):  # type: ignore[misc]
     def __init__(self, lane: str) -> None:
         super().__init__(name=f"{lane}x{WIDTH}")
 
@@ -266,20 +267,23 @@ def emit_fold(b: ir.IRBuilder, x: ir.Value, combine: Callable[[ir.Value, ir.Valu
 # ---- operations of compiled code ----
 
 
-def _operation(result: Any, arguments: Sequence[Any], emit: Callable[..., Any]) -> Any:
-    signature = result(*arguments)
+def operation(result: Any, arguments: Sequence[Any], emit: Callable[..., Any], literals: int = 0) -> Any:
+    """`emit(builder, *values)` as a function of compiled code, whose first `literals` arguments are constants that Python code reads."""
 
-    def generate(context: Any, builder: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
-        value = emit(builder, *args)
-        return context.get_dummy_value() if result is types.void else value
+    def definition(context: Any, *given: Any) -> Any:
+        settings = given[:literals]
+        if not all(isinstance(x, (types.IntegerLiteral, types.BooleanLiteral)) for x in settings):
+            return None
 
-    if len(arguments) == 1:
-        return intrinsic(lambda context, a: (signature, generate))
-    if len(arguments) == 2:
-        return intrinsic(lambda context, a, b: (signature, generate))
-    if len(arguments) == 3:
-        return intrinsic(lambda context, a, b, c: (signature, generate))
-    return intrinsic(lambda context, a, b, c, d: (signature, generate))
+        def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
+            value = emit(b, *(x.literal_value for x in settings), *args[literals:])
+            return context.get_dummy_value() if result is types.void else value
+
+        return result(*settings, *arguments), generate
+
+    names = [f"x{n}" for n in range(1 + literals + len(arguments))]  # Numba calls with what the signature says
+    definition.__signature__ = Signature([Parameter(x, Parameter.POSITIONAL_OR_KEYWORD) for x in names])  # type: ignore[attr-defined]
+    return intrinsic(prefer_literal=literals > 0)(definition)
 
 
 _address = types.int64
@@ -298,50 +302,48 @@ def _store(b: ir.IRBuilder, address: ir.Value, x: ir.Value) -> None:
     b.store(x, pointer(b, address, x.type), align=4)
 
 
-prefetch = _operation(types.void, [_address], _prefetch)
-load = _operation(floats, [_address], emit_load)
-load_ints = _operation(ints, [_address], lambda b, a: b.load(pointer(b, a, ir.VectorType(_i32, WIDTH)), align=4))
-store = _operation(types.void, [_address, floats], _store)
-splat = _operation(floats, [types.float32], emit_splat)
-splat_int = _operation(ints, [types.int32], emit_splat)
-add = _operation(floats, [floats, floats], lambda b, x, y: b.fadd(x, y))
-subtract = _operation(floats, [floats, floats], lambda b, x, y: b.fsub(x, y))
-multiply = _operation(floats, [floats, floats], lambda b, x, y: b.fmul(x, y))
-divide = _operation(floats, [floats, floats], lambda b, x, y: b.fdiv(x, y))
-fma = _operation(floats, [floats, floats, floats], emit_fma)
-maximum = _operation(floats, [floats, floats], emit_maximum)
-exp = _operation(floats, [floats], emit_exp)
-tanh = _operation(floats, [floats], emit_tanh)
-largest = _operation(types.float32, [floats], lambda b, x: emit_fold(b, x, lambda y, z: emit_maximum(b, y, z)))
-total = _operation(types.float32, [floats], lambda b, x: emit_fold(b, x, lambda y, z: b.fadd(y, z)))
-select_finite = _operation(  # -inf becomes 0: what is subtracted from logits that are all -inf
+prefetch = operation(types.void, [_address], _prefetch)
+load = operation(floats, [_address], emit_load)
+load_ints = operation(ints, [_address], lambda b, a: b.load(pointer(b, a, ir.VectorType(_i32, WIDTH)), align=4))
+store = operation(types.void, [_address, floats], _store)
+splat = operation(floats, [types.float32], emit_splat)
+splat_int = operation(ints, [types.int32], emit_splat)
+add = operation(floats, [floats, floats], lambda b, x, y: b.fadd(x, y))
+subtract = operation(floats, [floats, floats], lambda b, x, y: b.fsub(x, y))
+multiply = operation(floats, [floats, floats], lambda b, x, y: b.fmul(x, y))
+divide = operation(floats, [floats, floats], lambda b, x, y: b.fdiv(x, y))
+fma = operation(floats, [floats, floats, floats], emit_fma)
+maximum = operation(floats, [floats, floats], emit_maximum)
+exp = operation(floats, [floats], emit_exp)
+tanh = operation(floats, [floats], emit_tanh)
+total = operation(types.float32, [floats], lambda b, x: emit_fold(b, x, lambda y, z: b.fadd(y, z)))
+select_finite = operation(  # -inf becomes 0: what is subtracted from logits that are all -inf
     floats, [floats], lambda b, x: b.select(b.fcmp_unordered("!=", x, const(-math.inf)), x, const(0.0))
 )  # fmt: skip
-to_float = _operation(floats, [ints], lambda b, x: b.sitofp(x, LANES))
-subtract_int = _operation(ints, [ints, ints], lambda b, x, y: b.sub(x, y))
-within = _operation(  # low <= x < high
+to_float = operation(floats, [ints], lambda b, x: b.sitofp(x, LANES))
+subtract_int = operation(ints, [ints, ints], lambda b, x, y: b.sub(x, y))
+within = operation(  # low <= x < high
     mask, [ints, ints, ints],
     lambda b, x, low, high: b.and_(b.icmp_signed(">=", x, low), b.icmp_signed("<", x, high)),
 )  # fmt: skip
-choose = _operation(floats, [mask, floats, floats], lambda b, m, x, y: b.select(m, x, y))
-above = _operation(mask, [floats, floats], lambda b, x, y: b.fcmp_ordered(">", x, y))
+choose = operation(floats, [mask, floats, floats], lambda b, m, x, y: b.select(m, x, y))
 
 _scalars = {"f32": (types.float32, _f32), "i32": (types.int32, _i32), "i64": (types.int64, _i64)}
 
 
 def _peek(kind: str) -> Any:
     numba_type, llvm_type = _scalars[kind]
-    return _operation(numba_type, [_address], lambda b, a: b.load(pointer(b, a, llvm_type), align=4))
+    return operation(numba_type, [_address], lambda b, a: b.load(pointer(b, a, llvm_type), align=4))
 
 
 def _poke(kind: str) -> Any:
     numba_type, _ = _scalars[kind]
-    return _operation(types.void, [_address, numba_type], _store)
+    return operation(types.void, [_address, numba_type], _store)
 
 
 peek_float, peek_int, peek_long = (_peek(kind) for kind in _scalars)
 poke_float, poke_int, poke_long = (_poke(kind) for kind in _scalars)
-as_pointer = _operation(types.voidptr, [_address], lambda b, a: pointer(b, a, _i8))
+as_pointer = operation(types.voidptr, [_address], lambda b, a: pointer(b, a, _i8))
 
 
 def _fetch_add(b: ir.IRBuilder, address: ir.Value, amount: ir.Value) -> ir.Value:
@@ -352,8 +354,8 @@ def _call_worker(b: ir.IRBuilder, kernel: ir.Value, params: ir.Value, number: ir
     b.call(pointer(b, kernel, ir.FunctionType(ir.VoidType(), [_i64, _i64])), [params, number])
 
 
-call_worker = _operation(types.void, [_address, _address, types.int64], _call_worker)
-fetch_add = _operation(types.int64, [_address, types.int64], _fetch_add)
+call_worker = operation(types.void, [_address, _address, types.int64], _call_worker)
+fetch_add = operation(types.int64, [_address, types.int64], _fetch_add)
 
 
 def _round(b: ir.IRBuilder, x: ir.Value, kind: int) -> ir.Value:
@@ -396,32 +398,26 @@ def emit_widen(b: ir.IRBuilder, kv: int, source: ir.Value, target: ir.Value, cou
     emit_elements(b, count, body)
 
 
-def _narrow(kind: int) -> Any:
-    def emit(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.Value, factor: ir.Value) -> None:
-        def body(i: ir.Value, width: int) -> None:
-            x = emit_load(b, b.add(source, b.mul(i, int64(4))), F32, width)
-            x = b.fmul(x, emit_splat(b, factor, width))
-            if kind != F32:
-                x = _round(b, x, kind)
-            place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[kind]))), x.type)
-            b.store(x, place, align=ITEM_BYTES[kind])
-
-        emit_elements(b, count, body)
-
-    return _operation(types.void, [_address, _address, types.int64, types.float32], emit)
+# (kv, source, target, count): elements of a format as float32; kv is a literal
+widen_row = operation(types.void, [_address, _address, types.int64], emit_widen, literals=1)
 
 
-@intrinsic(prefer_literal=True)
-def widen_row(context: Any, kv: Any, source: Any, target: Any, count: Any) -> Any:
-    """(kv, source, target, count): elements of a format to float32; kv is a literal."""
-    if not isinstance(kv, types.IntegerLiteral):
-        return None
+def _narrow_row(
+    b: ir.IRBuilder, kind: int, source: ir.Value, target: ir.Value, count: ir.Value, factor: ir.Value
+) -> None:
+    def body(i: ir.Value, width: int) -> None:
+        x = emit_load(b, b.add(source, b.mul(i, int64(4))), F32, width)
+        x = b.fmul(x, emit_splat(b, factor, width))
+        if kind != F32:
+            x = _round(b, x, kind)
+        place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[kind]))), x.type)
+        b.store(x, place, align=ITEM_BYTES[kind])
 
-    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
-        emit_widen(b, kv.literal_value, *args[1:])
-        return context.get_dummy_value()
+    emit_elements(b, count, body)
 
-    return types.void(kv, _address, _address, types.int64), generate
+
+# (kind, source, target, count, factor): float32 times factor, rounded to a format; kind is a literal
+narrow_row = operation(types.void, [_address, _address, types.int64, types.float32], _narrow_row, literals=1)
 
 
 def _accumulate(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.Value, factor: ir.Value) -> None:
@@ -435,10 +431,7 @@ def _accumulate(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.V
 
 
 # (source, target, count, factor): target += factor * source, float32
-accumulate = _operation(types.void, [_address, _address, types.int64, types.float32], _accumulate)
-narrow = tuple(
-    _narrow(kind) for kind in (F32, F16, BF16)
-)  # (source, target, count, factor): float32 times factor, rounded
+accumulate = operation(types.void, [_address, _address, types.int64, types.float32], _accumulate)
 
 
 def _encode_fp8(b: ir.IRBuilder, x: ir.Value, kv: int) -> ir.Value:
@@ -465,32 +458,26 @@ def _encode_fp8(b: ir.IRBuilder, x: ir.Value, kv: int) -> ir.Value:
     return b.trunc(b.or_(code, sign), ir.VectorType(_i8, width))
 
 
-@intrinsic(prefer_literal=True)
-def store_row(context: Any, kind: Any, kv: Any, source: Any, target: Any, count: Any, scale: Any) -> Any:
-    """(kind, kv, source, target, count, scale): any number of elements of format `kind` stored as `value / scale` in format `kv`."""
-    if not isinstance(kind, types.IntegerLiteral) or not isinstance(kv, types.IntegerLiteral):
-        return None
-    read, write = kind.literal_value, kv.literal_value
+def _store_row(
+    b: ir.IRBuilder, kind: int, kv: int, source: ir.Value, target: ir.Value, count: ir.Value, scale: ir.Value
+) -> None:
+    def body(i: ir.Value, width: int) -> None:
+        x = emit_load(b, b.add(source, b.mul(i, int64(ITEM_BYTES[kind]))), kind, width)
+        x = b.fdiv(x, emit_splat(b, scale, width))
+        if kv != F32:
+            x = _encode_fp8(b, x, kv) if kv >= E4M3 else _round(b, x, kv)
+        place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[kv]))), x.type)
+        b.store(x, place, align=ITEM_BYTES[kv])
 
-    def generate(context: Any, b: ir.IRBuilder, _: Any, args: Sequence[ir.Value]) -> ir.Value:
-        _, _, source, target, count, scale = args
+    emit_elements(b, count, body, (WIDTH, 1))
 
-        def body(i: ir.Value, width: int) -> None:
-            x = emit_load(b, b.add(source, b.mul(i, int64(ITEM_BYTES[read]))), read, width)
-            x = b.fdiv(x, emit_splat(b, scale, width))
-            if write != F32:
-                x = _encode_fp8(b, x, write) if write >= E4M3 else _round(b, x, write)
-            place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[write]))), x.type)
-            b.store(x, place, align=ITEM_BYTES[write])
 
-        emit_elements(b, count, body, (WIDTH, 1))
-        return context.get_dummy_value()
-
-    return types.void(kind, kv, _address, _address, types.int64, types.float32), generate
+# (kind, kv, source, target, count, scale): any number of elements of format `kind` stored as value / scale in format `kv`; two literals
+store_row = operation(types.void, [_address, _address, types.int64, types.float32], _store_row, literals=2)
 
 
 def _copy_bytes(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.Value) -> None:
     cgutils.raw_memcpy(b, pointer(b, target, _i8), pointer(b, source, _i8), count, 1)
 
 
-copy_bytes = _operation(types.void, [_address, _address, types.int64], _copy_bytes)
+copy_bytes = operation(types.void, [_address, _address, types.int64], _copy_bytes)

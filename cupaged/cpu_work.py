@@ -22,7 +22,7 @@ from .cpu_vector import (
     as_pointer,
     compiled,
     entry,
-    narrow,
+    narrow_row,
     peek_float,
     peek_int,
     peek_long,
@@ -258,9 +258,6 @@ def denominator(p: Any, head: int, top: float, total: float) -> tuple[float, flo
     return keep / total, lse
 
 
-_narrow_f32, _narrow_f16, _narrow_bf16 = narrow
-
-
 @compiled
 def read_query(p: Any, token: int, head: int, target: int) -> None:
     """One query row as float32."""
@@ -280,10 +277,10 @@ def write_result(p: Any, token: int, head: int, source: int, top: float, total: 
     factor = keep * gain * peek_float(p.v_scale + 4 * (head // p.group))
     target = p.out + token * p.out_token + head * p.out_head
     if p.q_kind == 0:
-        _narrow_f32(source, target, p.head_dim, factor)
+        narrow_row(0, source, target, p.head_dim, factor)
     elif p.q_kind == 1:
-        _narrow_f16(source, target, p.head_dim, factor)
+        narrow_row(1, source, target, p.head_dim, factor)
     else:
-        _narrow_bf16(source, target, p.head_dim, factor)
+        narrow_row(2, source, target, p.head_dim, factor)
     if p.lse:
         poke_float(p.lse + token * p.lse_token + head * p.lse_head, lse)

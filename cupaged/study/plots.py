@@ -107,9 +107,8 @@ def _waste_by_block_size(panel: Any, figures: dict[str, Figures]) -> None:
 
 
 def _requests_by_pool(panel: Any, sweep: dict[str, dict[int, float]]) -> None:
+    sweep = {name: points for name, points in sweep.items() if points}
     for name, points in sweep.items():
-        if not points:
-            continue
         pools, requests = list(points), list(points.values())
         panel.plot(pools, requests, marker="o", color=_LINES[name], label=name)
         panel.annotate(
@@ -132,5 +131,6 @@ def _requests_by_pool(panel: Any, sweep: dict[str, dict[int, float]]) -> None:
         ylabel="requests (mean)",
     )
     panel.grid(alpha=0.3)
-    panel.legend(frameon=False, fontsize=9)
+    if sweep:
+        panel.legend(frameon=False, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)

@@ -194,8 +194,10 @@ class BlockAllocator:
             )
         if self._cache is None:
             return
-        places = ranges(known, counts)
-        owners = np.repeat(np.arange(len(selected)), counts)
+        if len(tokens) == len(selected) and np.count_nonzero(counts == 1) == len(selected):
+            places, owners = known, np.arange(len(selected))
+        else:
+            places, owners = ranges(known, counts), np.repeat(np.arange(len(selected)), counts)
         columns = places // self.block_size
         blocks = requests.at(selected.take(owners), columns).astype(np.int64)
         wrong = self._cache.learn(blocks, places - columns * self.block_size, tokens)

@@ -74,11 +74,13 @@ class BlockPool:
         Raises OutOfBlocks with nothing taken.
         """
         count = integer(count, "count", 0)
-        kept = self._ids(reuse) if len(np.atleast_1d(reuse)) else _NONE
-        idle = kept[self.ref_count.take(kept) == 0] if len(kept) else kept
-        idle = idle[self.last_of_each(idle)]
-        if len(idle) and (self._cached is None or self._identity.take(idle).min() < 1):
-            raise ValueError("reuse: expected blocks in use or with an identity; take the others")
+        kept = idle = _NONE
+        if np.size(reuse):
+            kept = self._ids(reuse)
+            idle = kept[self.ref_count.take(kept) == 0]
+            idle = idle[self.last_of_each(idle)]
+            if len(idle) and (self._cached is None or self._identity.take(idle).min() < 1):
+                raise ValueError("reuse: expected blocks in use or with an identity; take the others")
         if count + len(idle) > self.num_free:
             raise OutOfBlocks(count + len(idle), self.num_free)
         if len(kept):
@@ -118,6 +120,7 @@ class BlockPool:
         ids = self._ids(blocks)
         if not len(ids):
             return
+        once = not self.sharing  # then no block can stand in `ids` twice
         np.subtract.at(self.ref_count, ids, _ONE)
         left = self.ref_count.take(ids)
         if left.min() < 0:
@@ -130,10 +133,11 @@ class BlockPool:
         at = (left == 0).nonzero()[0]
         if not len(at):
             return
-        at = at[self.last_of_each(ids.take(at))]
+        if not once:
+            at = at[self.last_of_each(ids.take(at))]
         if self._cached:
             known = self._identity.take(ids.take(at)) > 0
-            if known.any():
+            if np.count_nonzero(known):
                 backward = at[known][::-1]
                 if tables is not None and len(tables) > 1:
                     table = np.repeat(np.arange(len(tables)), tables)

@@ -19,11 +19,14 @@ def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first
             here = slice(i, i + 1)
             adopt(requests, pool, cache, rows[here], first[here], stop[here])
         return
-    unnamed = cache.serial.take(blocks) == 0  # others may have named the first of a row's blocks
-    columns, owners, blocks = columns[unnamed], owners[unnamed], blocks[unnamed]
-    if not len(blocks):
-        return
-    starts = np.concatenate((np.zeros(1, np.int64), (np.diff(owners) != 0).nonzero()[0] + 1))
+    unnamed = (cache.serial.take(blocks) == 0).nonzero()[0]  # others may have named the first of a row's blocks
+    if len(unnamed) < len(blocks):
+        if not len(unnamed):
+            return
+        columns, owners, blocks = columns.take(unnamed), owners.take(unnamed), blocks.take(unnamed)
+    begins = np.ones(len(owners), np.bool_)
+    np.not_equal(owners[1:], owners[:-1], out=begins[1:])
+    starts = begins.nonzero()[0]
     heads = owners.take(starts)
     before = columns.take(starts) - 1
     above = np.where(before >= 0, requests.at(rows.take(heads), np.maximum(before, 0)), -1).astype(np.int64)

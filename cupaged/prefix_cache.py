@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from .siblings import Siblings, common_lengths
 Tokens = npt.NDArray[np.int32]
 
 _SIBLINGS = 64  # children of one parent that are compared for a partial match, the newest ones
-_FACTORS = np.random.default_rng(0x5EED).integers(1 << 62, 1 << 63, 1 << 10, np.uint64) | np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +152,29 @@ class PrefixCache:
         (-1: the root `roots[i]`). Returns `[n]` the canonical block of each one's identity; a block that is not its own canonical
         one has no identity yet (see `join`).
         """
-        lengths = np.diff(starts, append=len(blocks))
         words = self.tokens.take(blocks, 0)
         numbers = np.where(above >= 0, self.serial.take(above, mode="clip"), roots)
         bases = np.where(above >= 0, self._index.hashes.take(above, mode="clip"), _root_hash(roots))
         own = block_hashes(words, columns)
-        sums = own.cumsum(dtype=np.uint64)
-        hashes = sums + np.repeat(bases - (sums - own).take(starts), lengths)
+        one_each = len(starts) == len(blocks)
+        if one_each:
+            hashes = own + bases
+        else:
+            sums, lengths = own.cumsum(dtype=np.uint64), np.diff(starts, append=len(blocks))
+            hashes = sums + np.repeat(bases - (sums - own).take(starts), lengths)
         found = self._index.find(hashes)
 
         parents = np.empty(len(blocks), np.int64)
         parents[1:] = self.serial.take(found[:-1], mode="clip")
         parents[starts] = numbers
         known = (found >= 0) & (self.parent.take(found, mode="clip") == parents)
-        known[known] = (self.tokens.take(found[known], 0) == words[known]).all(1)
-        misses = (~known).cumsum()
-        known = misses == np.repeat((misses - ~known).take(starts), lengths)  # a run is known up to its first miss
+        if np.count_nonzero(known):
+            known[known] = (self.tokens.take(found[known], 0) == words[known]).all(1)
+        if not one_each:
+            misses = (~known).cumsum()
+            known = misses == np.repeat((misses - ~known).take(starts), lengths)  # a run is known up to its first miss
         fresh = (~known).nonzero()[0]
-        if len(fresh) and ((found.take(fresh) >= 0).any() or _repeats(hashes.take(fresh))):
+        if len(fresh) and (np.count_nonzero(found.take(fresh) >= 0) or _repeats(hashes.take(fresh))):
             if len(blocks) > 1:
                 return self._identify_singly(blocks, columns, starts, above, roots)
             found[0] = self._search(hashes[0], int(parents[0]), words[0])
@@ -215,7 +220,7 @@ class PrefixCache:
         if not len(blocks):
             return
         twins = (self._twin.take(blocks) >= 0) | ~self._index.holds(blocks)
-        if twins.any():
+        if np.count_nonzero(twins):
             for block in blocks[twins].tolist():
                 self._forget_twin(block)
             blocks = blocks[self.serial.take(blocks) > 0]
@@ -263,6 +268,8 @@ class PrefixCache:
     def _canonical(self, blocks: Ints) -> Ints:
         """The canonical block of each one's identity; -1 stays -1."""
         twins = ((blocks >= 0) & ~self._index.holds(np.maximum(blocks, 0))).nonzero()[0]
+        if not len(twins):
+            return blocks
         blocks = blocks.copy()
         for i in twins.tolist():
             block = int(blocks[i])
@@ -291,7 +298,7 @@ class PrefixCache:
         return self._next - count
 
     def _record(self, kind: str, serials: Ints, parents: Ints | None = None, blocks: Ints | None = None) -> None:
-        if self.events is not None:
+        if self.events is not None and (len(serials) or kind == "cleared"):
             parents = np.zeros(0, np.int64) if parents is None else parents
             words = self.tokens.take(np.zeros(0, np.int64) if blocks is None else blocks, 0)
             roots = {p: self._keys[p] for p in parents.tolist() if p in self._keys}
@@ -300,17 +307,20 @@ class PrefixCache:
 
 def block_hashes(words: Tokens, columns: Ints) -> Hashes:
     """A hash of each block's tokens `[n, block_size]` and its place in the sequence; a prefix has their sum."""
-    factors = np.resize(_FACTORS, words.shape[1])
     if words.shape[1] % 2 == 0:
-        mixed = np.ascontiguousarray(words).view(np.uint64) @ factors[: words.shape[1] // 2]
-    else:
-        mixed = words.astype(np.uint64) @ factors
+        words = np.ascontiguousarray(words).view(np.uint64)  # two tokens at a time
+    mixed = words.astype(np.uint64, copy=False) @ _factors(words.shape[1])
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(32)
     mixed *= columns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C16) + np.uint64(1)
     hashes: Hashes = mixed
     return hashes
+
+
+@cache
+def _factors(count: int) -> Hashes:
+    return np.random.default_rng(0x5EED).integers(1 << 62, 1 << 63, count, np.uint64) | np.uint64(1)
 
 
 def _root_hash(root: Ints | int) -> Hashes:

@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     info_parser = commands.add_parser("info", help="what is installed, which backends run, what is missing")
     info_parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     generate.add_arguments(commands.add_parser("generate", help="text from a Llama model on the paged cache"))
-    simulate.add_arguments(commands.add_parser("simulate", help="replay a request trace under several ways to manage memory"))
+    simulate.add_arguments(
+        commands.add_parser("simulate", help="replay a request trace under several ways to manage memory")
+    )
     args = parser.parse_args(argv)
     if args.command == "simulate":
         return simulate.run(args)

@@ -168,12 +168,11 @@ def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array)
         if not (slots.size == 0 or slots.dtype.kind in "iu"):
             raise TypeError(f"slot_mapping: expected int64 or int32, got {slots.dtype}")
         slots = slots.astype(np.int64)
-    if not is_cupy(slots):
-        if slots.size and slots.max() >= num_slots:
-            row = int(np.argmax(slots >= num_slots))
-            raise ValueError(
-                f"slot_mapping: row {row} expected a slot below num_blocks * block_size = {num_slots}, got {slots[row]}"
-            )
+    if not is_cupy(slots) and slots.size and slots.max() >= num_slots:
+        row = int(np.argmax(slots >= num_slots))
+        raise ValueError(
+            f"slot_mapping: row {row} expected a slot below num_blocks * block_size = {num_slots}, got {slots[row]}"
+        )
     return slots if slots.flags.c_contiguous else array_module(slots).ascontiguousarray(slots)
 
 

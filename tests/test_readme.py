@@ -19,6 +19,8 @@ def test_python_blocks_run_in_order() -> None:
 
 def test_files_that_the_readme_names_exist() -> None:
     text = README.read_text()
-    named = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(r"`((?:tests|examples|docs|bench|cuda_src|cupaged)/[\w./]+)`", text)
+    named = re.findall(r"\]\(([^)#]+)\)", text) + re.findall(
+        r"`((?:tests|examples|docs|bench|cuda_src|cupaged)/[\w./]+)`", text
+    )
     missing = [name for name in named if not name.startswith("http") and not (README.parent / name).exists()]
     assert not missing

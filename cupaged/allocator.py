@@ -313,6 +313,10 @@ class BlockAllocator:
         requests.lengths[selected] = new
         if self._cache:
             requests.known[selected] = np.minimum(requests.known.take(selected), new)
+            column = new // self.block_size
+            inside = ((column * self.block_size < new) & (new < old)).nonzero()[0]
+            tails = requests.at(selected.take(inside), column.take(inside))
+            self._cache.truncated(tails, new.take(inside) - column.take(inside) * self.block_size)
 
     def free_request(self, id: Hashable) -> None:
         """Forget a request; its blocks that no one else holds enter the free queue in table order."""

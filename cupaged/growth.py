@@ -97,10 +97,11 @@ class Growth:
             step.block_tables[growing, column] = blocks
         if self._cache:
             self._cache.filled[blocks] = 0
-            writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
-            column = plan.column.take(writing)
-            tails = requests.at(rows.take(writing), column).astype(np.int64)
-            self._cache.write(tails, lengths.take(writing) - column * self.block_size)
+            if self._cache.cut:
+                writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
+                column = plan.column.take(writing)
+                tails = requests.at(rows.take(writing), column).astype(np.int64)
+                self._cache.write(tails, lengths.take(writing) - column * self.block_size)
         requests.lengths[rows] = plan.total
         self._finish(step, plan, lengths, counts)
         return step

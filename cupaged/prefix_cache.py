@@ -54,6 +54,9 @@ class PrefixCache:
         self._roots: dict[Hashable, int] = {}
         self._keys: dict[int, Hashable] = {}  # extra_key of each root
         self._next = 1
+        self.cut = (
+            False  # whether a block may ever have known more tokens than a request that ends in it has, see `truncated`
+        )
         self.events: list[CacheEvent] | None = [] if record_events else None
         self.queried_tokens = self.hit_tokens = 0
         pool.track(self.serial, self.forget)
@@ -118,8 +121,16 @@ class PrefixCache:
 
     # ---- tokens ----
 
+    def truncated(self, blocks: Blocks, offsets: Ints) -> None:
+        """Requests now end at `offsets` in `blocks [n]`: what is behind may be known, or become known through another owner."""
+        if not self.cut:
+            self.cut = bool(((self.filled.take(blocks) > offsets) | (self._pool.ref_count.take(blocks) > 1)).any())
+
     def write(self, blocks: Ints, offsets: Ints) -> None:
-        """A step will write into `blocks [n]` from `offsets` on: what was there is forgotten, identities too."""
+        """A step will write into `blocks [n]` from `offsets` on: what was there is forgotten, identities too.
+
+        There is something to forget only after a truncation (`cut`): else a request grows from the end of what its last block knows.
+        """
         self.filled[blocks] = np.minimum(self.filled.take(blocks), offsets)
         if np.count_nonzero(self.serial.take(blocks)):
             self.forget(blocks)
@@ -216,7 +227,10 @@ class PrefixCache:
 
     def forget(self, blocks: Ints | Blocks) -> None:
         """Take the identities of `blocks [n]`, where they have one; an identity goes with its last block."""
-        blocks = blocks[self.serial.take(blocks) > 0].astype(np.int64)
+        blocks = blocks.astype(np.int64, copy=False)
+        named = self.serial.take(blocks) > 0
+        if np.count_nonzero(named) < len(blocks):
+            blocks = blocks[named]
         if not len(blocks):
             return
         twins = (self._twin.take(blocks) >= 0) | ~self._index.holds(blocks)
@@ -224,7 +238,8 @@ class PrefixCache:
             for block in blocks[twins].tolist():
                 self._forget_twin(block)
             blocks = blocks[self.serial.take(blocks) > 0]
-        self._record("removed", self.serial.take(blocks))
+        if self.events is not None:
+            self._record("removed", self.serial.take(blocks))
         self._siblings.remove(blocks)
         self._index.remove(blocks)
         self.serial[blocks] = 0

@@ -46,9 +46,13 @@ class Siblings:
         """Take `blocks [n]` out of their lists, before they lose their identities."""
         previous = self._previous.take(blocks)
         only = (self._next.take(blocks) == _NONE) & (previous < 0) & (previous != _ROOT)
-        lone, above = blocks[only], ~previous[only]
-        self._child[above[self._serial.take(above) == self._parent.take(lone)]] = _NONE
-        for block in blocks[~only].tolist():
+        others: list[int] = []
+        lone, above = blocks, ~previous
+        if np.count_nonzero(only) < len(blocks):
+            lone, above, others = blocks[only], above[only], blocks[~only].tolist()
+        alive = self._serial.take(above) == self._parent.take(lone)
+        self._child[above if np.count_nonzero(alive) == len(above) else above[alive]] = _NONE
+        for block in others:
             behind, before = int(self._next[block]), int(self._previous[block])
             if behind >= 0:
                 self._previous[behind] = before

@@ -224,6 +224,24 @@ def test_writing_into_a_block_after_truncation_takes_its_identity() -> None:
     assert int(alloc.add_request("D", 0, token_ids=[0, 1, 2, 3, 4, 5, 50, 51, 9]).num_cached[0]) == 8
 
 
+@pytest.mark.parametrize("committed_first", [True, False])
+def test_what_another_owner_committed_behind_a_truncation_is_forgotten_too(committed_first: bool) -> None:
+    alloc = cached()
+    alloc.add_request("A", 4)
+    alloc.fork_request("A", ["B"])
+    for step in ("commit", "truncate") if committed_first else ("truncate", "commit"):
+        if step == "commit":
+            alloc.commit(["A"], [1, 2, 3, 4])
+        else:
+            alloc.truncate("B", 2)
+    alloc.free_request("A")
+    assert alloc.grow("B", 2).copies.tolist() == []
+    assert run(alloc, "C", [1, 2, 3, 4, 9]) == 0
+    alloc.commit(["B"], [1, 2, 7, 8])
+    assert run(alloc, "D", [1, 2, 7, 8, 9]) == 4
+    alloc.check()
+
+
 def test_a_failed_forward_is_undone_by_truncation() -> None:
     alloc = cached()
     run(alloc, "A", [1, 2, 3])

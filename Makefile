@@ -27,7 +27,9 @@ test: $(call env,test)  ## the whole test suite
 fuzz: $(call env,test)  ## long random searches
 	$(PY) -m pytest -m fuzz
 
-bench: $(call env,bench)  ## benchmarks that this machine can run
+bench: $(call env,bench)  ## benchmarks that this machine can run; CUPAGED_VLLM_PYTHON names a python with vLLM as peer
+	$(PY) bench/control_plane.py
+	$(PY) bench/cpu_attention.py
 	$(PY) -m pytest bench --benchmark-disable-gc
 
 gpu-check: $(call env,test)  ## tests and benchmarks that need a GPU; OUT=folder for the report

@@ -68,8 +68,8 @@ from .cpu_work import (
 
 TILE = 64  # tokens between two rescalings of the output
 SPAN = 512  # tokens whose addresses are looked up at once
-PAD = TILE  # addresses past the end of a span
-LINES = 8  # lines prefetched where a run of rows begins; from there the hardware sees a stream
+PAD = TILE + 16  # addresses past the end of a span
+LINES = 4  # lines prefetched a tile ahead where a run of rows begins; there the hardware loses the stream it follows
 _VECTOR = 4 * WIDTH
 QUERIES = 0
 OUTPUT = QUERIES + 4 * FEW_ROWS * 256
@@ -246,7 +246,7 @@ def decode_kernel(kv: int, tile: int) -> Any:
             high = end_of_keys(p, n - m, n) if m <= n else 0
             factor = p.scale * peek_float(p.k_scale + 4 * h) * gain
             for span in range(begin, end, SPAN):
-                known = min(SPAN + PAD, end - span)
+                known = min(SPAN + TILE, end - span)
                 holes = find_tile(
                     p, s, h, span, known, mine + KEYS, mine + VALUES, mine + POSITIONS, (known + 15) // 16 * 16
                 )

@@ -7,7 +7,7 @@ A tile of KEYS tokens is first copied from its pages as float32, which also puts
 A worker's memory, float32 unless said:
     queries [head_dim, lanes]   output [head_dim, lanes]   keys, values [KEYS, head_dim]   scores [KEYS, lanes]
     largest logit, sum, alpha, slope [lanes]   first key, end of keys, position [lanes] int32
-    addresses of K, V [KEYS] int64   token positions [KEYS] int32
+    addresses of K, V [KEYS + 8] int64   token positions [KEYS + 8] int32
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ VALUE_TILE = KEY_TILE + 4 * KEYS * 256
 SCORES = VALUE_TILE + 4 * KEYS * 256
 TOP, SUM, ALPHA, SLOPE, LOW, HIGH, PLACE = (SCORES + (KEYS + n) * _LANES for n in range(7))
 KEY_ROWS = PLACE + _LANES
-VALUE_ROWS = KEY_ROWS + 8 * KEYS
-POSITIONS = VALUE_ROWS + 8 * KEYS
-ROW = POSITIONS + 4 * KEYS  # one row [head_dim], on its way in or out
+VALUE_ROWS = KEY_ROWS + 8 * (KEYS + 8)
+POSITIONS = VALUE_ROWS + 8 * (KEYS + 8)
+ROW = POSITIONS + 4 * (KEYS + 8)  # one row [head_dim], on its way in or out
 
 
 @compiled

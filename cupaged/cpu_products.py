@@ -5,7 +5,8 @@
     many rows  `outer`   C[i] = alpha C[i] + sum_k A[i, k] B[k]   lanes are query rows: S^T = K Q^T and O^T = V^T P^T, no reduction
 
 K and V rows are found through arrays of 64-bit addresses, one a token, so a product never sees a page, and any stride or block
-size costs the same. Scores of few rows lie in vectors of [row, token]: WIDTH / 4 tokens for 3 or 4 rows, WIDTH / 2 for 2.
+size costs the same. Addresses past the last token are only prefetched: they may be anything. Scores of few rows lie in vectors of
+[row, token]: WIDTH / 4 tokens for 3 or 4 rows, WIDTH / 2 for 2.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .cpu_vector import (
     emit_fma,
     emit_load,
     emit_maximum,
+    emit_prefetch,
     emit_shuffle,
     emit_splat,
     floats,
@@ -33,6 +35,7 @@ from .cpu_vector import (
 )
 
 LINE = 64  # bytes of a cache line
+AHEAD = 16  # tokens between a row that is read and the row that is prefetched then
 SUMS = 16 if WIDTH == 16 else 8  # vectors of sums that fit in registers beside their operands
 
 _f32, _i64 = ir.FloatType(), ir.IntType(64)
@@ -72,7 +75,7 @@ def emit_scores(
     kv: int,
     rows: int,
     q: ir.Value,  # float32 [rows, head_dim]
-    keys: ir.Value,  # int64 [count, padded to whole blocks]
+    keys: ir.Value,  # int64 [count, padded to whole blocks, + AHEAD]
     scores: ir.Value,  # float32 [blocks, rows, tokens]: a vector a block of tokens, as `tokens_of(rows)` says
     head_dim: ir.Value,
     count: ir.Value,
@@ -82,7 +85,9 @@ def emit_scores(
     unroll = max(1, LINE // (size * WIDTH))
 
     def block(t: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        k = [_read(b, _at(b, keys, b.add(t, int64(u)), 8), _i64) for u in range(tokens)]
+        k, following = (
+            [_read(b, _at(b, keys, b.add(t, int64(first + u)), 8), _i64) for u in range(tokens)] for first in (0, AHEAD)
+        )
 
         def add_products(d: ir.Value, sums: list[ir.Value], width: int) -> list[ir.Value]:
             def vector(address: ir.Value, kind: int) -> ir.Value:
@@ -97,6 +102,8 @@ def emit_scores(
             return result
 
         def line(d: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            for address in following:
+                emit_prefetch(b, _at(b, address, d, size))
             for part in range(unroll):
                 sums = add_products(b.add(d, int64(part * WIDTH)), sums, WIDTH)
             return sums
@@ -123,7 +130,7 @@ def emit_weigh(
     kv: int,
     rows: int,
     weights: ir.Value,  # float32, as `scores`
-    values: ir.Value,  # int64 [count]
+    values: ir.Value,  # int64 [count + AHEAD]
     out: ir.Value,  # float32 [rows, head_dim]
     alpha: ir.Value,  # float32 [rows, tokens]: what the old output is worth now, the same for all tokens
     head_dim: ir.Value,
@@ -148,6 +155,9 @@ def emit_weigh(
         def token(t: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             value = _at(b, _read(b, _at(b, values, t, 8), _i64), d, size)
             loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
+            following = _at(b, _read(b, _at(b, values, b.add(t, int64(AHEAD)), 8), _i64), d, size)
+            for offset in range(0, vectors * width * size, LINE):
+                emit_prefetch(b, b.add(following, int64(offset)))
             before = b.mul(
                 b.and_(t, int64(-tokens)), int64(WIDTH // tokens - 1)
             )  # lanes of other rows in earlier blocks

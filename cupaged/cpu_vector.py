@@ -289,7 +289,7 @@ def operation(result: Any, arguments: Sequence[Any], emit: Callable[..., Any], l
 _address = types.int64
 
 
-def _prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
+def emit_prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
     function = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(ir.VoidType(), [_i8.as_pointer(), _i32, _i32, _i32]), "llvm.prefetch.p0"
     )
@@ -302,7 +302,7 @@ def _store(b: ir.IRBuilder, address: ir.Value, x: ir.Value) -> None:
     b.store(x, pointer(b, address, x.type), align=4)
 
 
-prefetch = operation(types.void, [_address], _prefetch)
+prefetch = operation(types.void, [_address], emit_prefetch)
 load = operation(floats, [_address], emit_load)
 load_ints = operation(ints, [_address], lambda b, a: b.load(pointer(b, a, ir.VectorType(_i32, WIDTH)), align=4))
 store = operation(types.void, [_address, floats], _store)
@@ -343,6 +343,25 @@ def _poke(kind: str) -> Any:
 
 peek_float, peek_int, peek_long = (_peek(kind) for kind in _scalars)
 poke_float, poke_int, poke_long = (_poke(kind) for kind in _scalars)
+
+
+def _count_up(b: ir.IRBuilder, place: ir.Value, first: ir.Value, step: ir.Value, count: ir.Value) -> None:
+    lanes = ir.VectorType(first.type, 8)
+    size = first.type.width // 8
+    steps = b.mul(emit_splat(b, step, 8), ir.Constant(lanes, list(range(8))))
+    start = b.add(emit_splat(b, first, 8), steps)
+    stride = emit_splat(b, b.mul(step, ir.Constant(step.type, 8)), 8)
+
+    def body(i: ir.Value, values: list[ir.Value]) -> list[ir.Value]:
+        b.store(values[0], pointer(b, b.add(place, b.mul(i, int64(size))), lanes), align=4)
+        return [b.add(values[0], stride)]
+
+    loop(b, int64(0), count, 8, [start], body)
+
+
+# (place, first, step, count): first, first + step, ... stored at `place`, up to 7 more of them than `count`
+count_up_long = operation(types.void, [_address, types.int64, types.int64, types.int64], _count_up)
+count_up_int = operation(types.void, [_address, types.int32, types.int32, types.int64], _count_up)
 as_pointer = operation(types.voidptr, [_address], lambda b, a: pointer(b, a, _i8))
 
 

@@ -21,13 +21,14 @@ from .cpu_vector import (
     WIDTH,
     as_pointer,
     compiled,
+    count_up_int,
+    count_up_long,
     entry,
     narrow_row,
     peek_float,
     peek_int,
     peek_long,
     poke_float,
-    poke_int,
     poke_long,
     widen_row,
 )
@@ -212,7 +213,7 @@ def find_tile(p: Any, s: int, h: int, j: int, n: int, keys: int, values: int, po
     """Write addresses and positions of tokens j to j + n of sequence s, of `padded` in all; True if some are not mapped.
 
     A padded or unmapped token has position -1, which no row sees, and rows of zeros for key and value, so that nothing of what lies
-    in its slot is read.
+    in its slot is read. Each array has room for 8 more.
     """
     table, size, zeros = p.tables + s * p.table_row, p.block_size, p.zeros
     k_base, k_block, k_token = p.k + h * p.k_head, p.k_block, p.k_token
@@ -230,19 +231,15 @@ def find_tile(p: Any, s: int, h: int, j: int, n: int, keys: int, values: int, po
         if page < 0:
             holes = True
             k, k_step, v, v_step, position, step = zeros, 0, zeros, 0, -1, 0
-        for u in range(run):
-            poke_long(keys + 8 * (t + u), k + u * k_step)
-        for u in range(run):
-            poke_long(values + 8 * (t + u), v + u * v_step)
-        for u in range(run):
-            poke_int(positions + 4 * (t + u), position + u * step)
+        count_up_long(keys + 8 * t, k, k_step, run)
+        count_up_long(values + 8 * t, v, v_step, run)
+        count_up_int(positions + 4 * t, position, step, run)
         t += run
         block += 1
         offset = 0
-    for u in range(n, padded):
-        poke_long(keys + 8 * u, zeros)
-        poke_long(values + 8 * u, zeros)
-        poke_int(positions + 4 * u, -1)
+    count_up_long(keys + 8 * n, zeros, 0, padded - n)
+    count_up_long(values + 8 * n, zeros, 0, padded - n)
+    count_up_int(positions + 4 * n, -1, 0, padded - n)
     return holes
 
 

@@ -128,8 +128,94 @@ def take_and_return() -> float:
     return mean_of_steps(5, begin) / count
 
 
-def works() -> list[Work]:
-    return [
+def decode_and_commit(n: int) -> float:
+    """Nanoseconds of one token each with the prefix cache on, and its commit."""
+
+    def begin() -> Iterator[None]:
+        alloc = BlockAllocator(n * 40, SIZE, prefix_caching=True)
+        for i in range(n):
+            prompt = np.arange(i, i + 484 + i % 32, dtype=np.int32)
+            alloc.add_request(i, len(prompt))
+            alloc.commit([i], prompt)
+        rows = alloc.rows(range(n))
+        for tokens in np.random.default_rng(0).integers(0, 50_000, (STEPS + 3, n)).astype(np.int32):
+            alloc.grow_batch(rows=rows, n=1)
+            alloc.commit(rows=rows, token_ids=tokens)
+            yield
+
+    return mean_of_steps(5, begin)
+
+
+def match(num_tokens: int = 100_000) -> float:
+    """Nanoseconds of finding a cached prompt; a request that shares it comes and goes."""
+    alloc, prompt = (
+        BlockAllocator(num_tokens // SIZE + 100, SIZE, prefix_caching=True),
+        np.arange(num_tokens, dtype=np.int32),
+    )
+    alloc.add_request("first", token_ids=prompt)
+    alloc.commit(["first"], prompt)
+    alloc.free_request("first")
+
+    def begin() -> Iterator[None]:
+        while True:
+            assert alloc.add_request("again", 0, token_ids=prompt).num_cached[0] > num_tokens - 2 * SIZE
+            alloc.free_request("again")
+            yield
+
+    return mean_of_steps(3, begin)
+
+
+def take_with_eviction() -> float:
+    """Nanoseconds per block of giving back 16,384 blocks with identities and taking them again, which evicts the content."""
+    count, best = 16_384, math.inf
+    alloc = BlockAllocator(count, SIZE, prefix_caching=True)
+    for repeat in range(8):
+        alloc.add_request("A", count * SIZE)
+        alloc.commit(["A"], np.arange(repeat << 20, (repeat << 20) + count * SIZE, dtype=np.int32))
+        blocks = np.array(alloc.tables["A"])
+        began = time.perf_counter_ns()
+        alloc.pool.release(blocks)
+        taken = alloc.pool.take(count)
+        best = min(best, time.perf_counter_ns() - began)
+        alloc.pool.release(taken)  # the pool is full again, and the table of "A" stale: begin anew
+        alloc = BlockAllocator(count, SIZE, prefix_caching=True)
+    return best / count
+
+
+def metadata_bytes() -> float:
+    """Bytes of arrays per block of an allocator with a prefix cache, its tables aside."""
+    alloc = BlockAllocator(1 << 14, SIZE, prefix_caching=True)
+    arrays: dict[int, int] = {}
+    objects: list[object] = [alloc.pool, alloc._cache]
+    seen: set[int] = set()
+    while objects:
+        item = objects.pop()
+        if isinstance(item, np.ndarray) and item.base is None:
+            arrays[id(item)] = item.nbytes
+        elif id(item) not in seen and type(item).__module__.startswith("cupaged"):
+            seen.add(id(item))
+            objects += vars(item).values()
+    return sum(arrays.values()) / alloc.num_blocks
+
+
+def replay(path: str, num_blocks: int) -> float:
+    """Seconds of finding, allocating, committing and freeing every prompt of a Mooncake trace, 512 tokens made from each of its ids."""
+    alloc, total = BlockAllocator(num_blocks, SIZE, prefix_caching=True), 0
+    with open(path) as lines:
+        for line in lines:
+            entry = json.loads(line)
+            ids = np.array(entry["hash_ids"], np.int32)
+            prompt = (ids[:, None] * 512 + np.arange(512, dtype=np.int32)).reshape(-1)[: entry["input_length"]]
+            began = time.perf_counter_ns()
+            found = int(alloc.add_request("A", token_ids=prompt).num_cached[0])
+            alloc.commit(["A"], prompt[found:])
+            alloc.free_request("A")
+            total += time.perf_counter_ns() - began
+    return total / 1e9
+
+
+def works(trace: str) -> list[Work]:
+    table = [
         Work("one token each, 1024 by rows", lambda: decode(1024) / 1024, "ns/seq", 100, "decode:1024", 1, 100),
         Work(
             "one token each, 1024 by ids", lambda: decode(1024, by_rows=False) / 1024, "ns/seq", 180, "decode:1024", 1
@@ -152,7 +238,23 @@ def works() -> list[Work]:
         Work("4 beams, reorder each step, 1024", lambda: beams(1024) / 1024, "ns/seq", 400),
         Work("256 sequences of 8192 columns: more", long_contexts, "ns/entry", 0.5),
         Work("take and return 16,384 blocks", take_and_return, "ns/block", 215 / 12, "take", 1, 12),
+        Work("cached prompt of 100,000 tokens found", lambda: match() / 1e3, "us", 2000, "match", 1 / 1e3, 10),
+        Work(
+            "one token each and commit, 1024",
+            lambda: decode_and_commit(1024) / 1024,
+            "ns/seq",
+            250,
+            "decode+cache:1024",
+            1,
+        ),
+        Work("take with eviction and return, 16,384 blocks", take_with_eviction, "ns/block", 682 / 15, "evict", 1, 15),
+        Work("metadata, stored tokens included", metadata_bytes, "B/block", 160),
     ]
+    if trace:
+        blocks = 500_000
+        peer = f"replay:{trace}:{blocks}"
+        table.append(Work("replay of a Mooncake trace", lambda: replay(trace, blocks), "s", math.inf, peer, 1, 10))
+    return table
 
 
 def run_peer(names: list[str]) -> dict[str, float]:
@@ -168,10 +270,14 @@ def run_peer(names: list[str]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="lines whose name has this in it")
+    parser.add_argument(
+        "--trace", default="", help="a Mooncake trace (JSON lines with hash_ids) to replay; takes minutes"
+    )
     options = parser.parse_args()
-    chosen = [work for work in works() if options.only in work.name]
+    chosen = [work for work in works(options.trace) if options.only in work.name]
     peer = run_peer(sorted({work.peer for work in chosen if work.peer}))
     print(f"{'work':46} {'cupaged':>9} {'goal':>8}   {'unit':8} {'vLLM':>10} {'ratio':>7} {'goal':>6}")
     for work in chosen:

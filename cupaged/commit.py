@@ -11,8 +11,10 @@ from .rows import Rows, ranges
 
 def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first: Ints, stop: Ints) -> None:
     """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities, as row by row would."""
-    columns = ranges(first, stop - first)
-    owners = np.repeat(np.arange(len(rows)), stop - first)
+    counts = stop - first
+    one_each = np.count_nonzero(counts == 1) == len(rows)
+    owners = np.arange(len(rows)) if one_each else np.repeat(np.arange(len(rows)), counts)
+    columns = first if one_each else ranges(first, counts)
     blocks = requests.at(rows.take(owners), columns).astype(np.int64)
     if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
         for i in range(len(rows)):  # rows with blocks in common: the first one names them
@@ -27,10 +29,10 @@ def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first
     begins = np.ones(len(owners), np.bool_)
     np.not_equal(owners[1:], owners[:-1], out=begins[1:])
     starts = begins.nonzero()[0]
-    heads = owners.take(starts)
-    before = columns.take(starts) - 1
-    above = np.where(before >= 0, requests.at(rows.take(heads), np.maximum(before, 0)), -1).astype(np.int64)
-    canonical = cache.identify(blocks, columns, starts, above, requests.root.take(rows.take(heads)))
+    heads, before = rows.take(owners.take(starts)), columns.take(starts) - 1
+    above = requests.at(heads, np.maximum(before, 0)).astype(np.int64)
+    above[before < 0] = -1
+    canonical = cache.identify(blocks, columns, starts, above, requests.root.take(heads))
 
     twins = (canonical != blocks).nonzero()[0]
     if not len(twins):

@@ -94,7 +94,7 @@ class Growth:
             if plan.grown is not None:
                 growing, column = np.repeat(growing, plan.grown), ranges(column, plan.grown)
             requests.map(rows.take(growing), column, blocks)
-            step.block_tables[growing, column] = blocks
+            step.block_tables.reshape(-1)[growing * columns + column] = blocks
         if self._cache:
             self._cache.filled[blocks] = 0
             if self._cache.cut:
@@ -173,7 +173,7 @@ class Growth:
     def _finish(self, step: Step, plan: Plan, lengths: Ints, counts: Ints | None) -> None:
         """Fill in what follows from the tables, and number the step."""
         size, (n, columns) = self.block_size, step.block_tables.shape
-        base = np.arange(0, n * columns * size, columns * size)  # token 0 of each sequence, the tables laid end to end
+        base = np.arange(n) * (columns * size)  # token 0 of each sequence, the tables laid end to end
         if counts is None:
             token = base + lengths
             step.query_start_loc[:] = np.arange(n + 1)

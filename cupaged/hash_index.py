@@ -42,13 +42,17 @@ class HashIndex:
         if not self.count:
             return found
         asking, places = np.arange(len(hashes)), self._home(hashes)
-        while len(asking):
+        while True:
             blocks = self._table.take(places)
-            same = (self.hashes.take(blocks, mode="clip") == hashes) & (blocks >= 0)
+            there = (blocks != _EMPTY).nonzero()[0]
+            if len(there) < len(blocks):
+                asking, places, blocks = asking.take(there), places.take(there), blocks.take(there)
+            if not len(asking):
+                return found
+            same = (self.hashes.take(blocks, mode="clip") == hashes.take(asking)) & (blocks >= 0)
             found[asking[same]] = blocks[same]
-            further = ~same & (blocks != _EMPTY)
-            asking, hashes, places = asking[further], hashes[further], (places[further] + 1) & self._mask
-        return found
+            further = (~same).nonzero()[0]
+            asking, places = asking.take(further), (places.take(further) + 1) & self._mask
 
     def find_all(self, hash_: np.uint64) -> Iterator[int]:
         """Every entry with one hash."""
@@ -66,12 +70,15 @@ class HashIndex:
         places = self._home(self.hashes.take(blocks))
         while len(blocks):
             before = self._table.take(places)
-            vacant = before < 0
-            self._table[places[vacant]] = blocks[vacant]
-            won = self._table.take(places) == blocks  # of several that wanted one place, one
-            self._holes -= int(np.count_nonzero(before[won] == _HOLE))
-            self._place[blocks[won]] = places[won]
-            blocks, places = blocks[~won], (places[~won] + 1) & self._mask
+            vacant = (before < 0).nonzero()[0]
+            self._table[places.take(vacant)] = blocks.take(vacant)
+            there = self._table.take(places)
+            won = (there == blocks).nonzero()[0]  # of several that wanted one place, one
+            self._place[blocks.take(won)] = places.take(won)
+            if self._holes:
+                self._holes -= int(np.count_nonzero(before.take(won) == _HOLE))
+            lost = (there != blocks).nonzero()[0]
+            blocks, places = blocks.take(lost), (places.take(lost) + 1) & self._mask
 
     def remove(self, blocks: npt.NDArray[Any]) -> None:
         """Take out `blocks [n]`, all of them entries."""

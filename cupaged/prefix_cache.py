@@ -49,6 +49,7 @@ class PrefixCache:
         self.serial = np.zeros(n, np.int64)  # number of the identity, 0: none
         self.parent = np.zeros(n, np.int64)  # number of the parent's identity
         self._twin = np.full(n, -1, np.int32)  # next block of the same identity
+        self._twins = 0  # blocks that are not their own canonical one
         self._index = HashIndex(np.zeros(n, np.uint64))
         self._siblings = Siblings(pool, self.serial, self.parent)
         self._roots: dict[Hashable, int] = {}
@@ -164,8 +165,10 @@ class PrefixCache:
         one has no identity yet (see `join`).
         """
         words = self.tokens.take(blocks, 0)
-        numbers = np.where(above >= 0, self.serial.take(above, mode="clip"), roots)
-        bases = np.where(above >= 0, self._index.hashes.take(above, mode="clip"), _root_hash(roots))
+        numbers, bases = self.serial.take(above), self._index.hashes.take(above)
+        at_root = (above < 0).nonzero()[0]
+        if len(at_root):
+            numbers[at_root], bases[at_root] = roots.take(at_root), _root_hash(roots.take(at_root))
         own = block_hashes(words, columns)
         one_each = len(starts) == len(blocks)
         if one_each:
@@ -175,11 +178,10 @@ class PrefixCache:
             hashes = sums + np.repeat(bases - (sums - own).take(starts), lengths)
         found = self._index.find(hashes)
 
-        parents = np.empty(len(blocks), np.int64)
-        parents[1:] = self.serial.take(found[:-1], mode="clip")
-        parents[starts] = numbers
-        known = (found >= 0) & (self.parent.take(found, mode="clip") == parents)
+        parents = numbers if one_each else _shifted(self.serial.take(found), starts, numbers)
+        known = found >= 0
         if np.count_nonzero(known):
+            known &= self.parent.take(found) == parents
             known[known] = (self.tokens.take(found[known], 0) == words[known]).all(1)
         if not one_each:
             misses = (~known).cumsum()
@@ -190,18 +192,21 @@ class PrefixCache:
                 return self._identify_singly(blocks, columns, starts, above, roots)
             found[0] = self._search(hashes[0], int(parents[0]), words[0])
             fresh = fresh[found < 0]
+        if not len(fresh):
+            return found
+        serials = self._numbers(len(fresh)) + np.arange(len(fresh))
+        over = self._canonical(above)
+        if len(fresh) == len(blocks) and one_each:
+            self._store(blocks, serials, parents, hashes, over)
+            return blocks
         canonical = found
-        if len(fresh):
-            canonical[fresh] = blocks.take(fresh)
-            chosen = self.serial.take(canonical)
-            chosen[fresh] = self._numbers(len(fresh)) + np.arange(len(fresh))
-            parents[1:] = chosen[:-1]
-            parents[starts] = numbers
-            before = np.concatenate((np.array([-1]), canonical[:-1]))
-            before[starts] = self._canonical(above)
-            self._store(
-                blocks.take(fresh), chosen.take(fresh), parents.take(fresh), hashes.take(fresh), before.take(fresh)
-            )
+        canonical[fresh] = blocks.take(fresh)
+        numbered = self.serial.take(canonical)
+        numbered[fresh] = serials
+        parents = _shifted(numbered, starts, numbers).take(fresh)
+        self._store(
+            blocks.take(fresh), serials, parents, hashes.take(fresh), _shifted(canonical, starts, over).take(fresh)
+        )
         return canonical
 
     def _identify_singly(self, blocks: Ints, columns: Ints, starts: Ints, above: Ints, roots: Ints) -> Ints:
@@ -224,6 +229,7 @@ class PrefixCache:
         while self._twin[last] >= 0:
             last = int(self._twin[last])
         self._twin[last] = block
+        self._twins += 1
 
     def forget(self, blocks: Ints | Blocks) -> None:
         """Take the identities of `blocks [n]`, where they have one; an identity goes with its last block."""
@@ -233,8 +239,8 @@ class PrefixCache:
             blocks = blocks[named]
         if not len(blocks):
             return
-        twins = (self._twin.take(blocks) >= 0) | ~self._index.holds(blocks)
-        if np.count_nonzero(twins):
+        if self._twins:
+            twins = (self._twin.take(blocks) >= 0) | ~self._index.holds(blocks)
             for block in blocks[twins].tolist():
                 self._forget_twin(block)
             blocks = blocks[self.serial.take(blocks) > 0]
@@ -248,6 +254,7 @@ class PrefixCache:
         """Forget everything."""
         self.serial.fill(0)
         self._twin.fill(-1)
+        self._twins = 0
         self._index.clear()
         self._siblings.clear()
         self._roots.clear()
@@ -259,7 +266,7 @@ class PrefixCache:
         entries = np.sort(self._index.entries()).astype(np.int64)
         named = (self.serial > 0).nonzero()[0]
         twins = self._twin[named][self._twin[named] >= 0]
-        if not np.array_equal(np.sort(np.concatenate((entries, twins))), named):
+        if len(twins) != self._twins or not np.array_equal(np.sort(np.concatenate((entries, twins))), named):
             raise AssertionError(f"blocks {named} have identities, entries are {entries}, their twins {twins}")
         if len(np.unique(self.serial[entries])) != len(entries):
             raise AssertionError(f"two entries have one identity: {entries}, {self.serial[entries]}")
@@ -282,9 +289,9 @@ class PrefixCache:
 
     def _canonical(self, blocks: Ints) -> Ints:
         """The canonical block of each one's identity; -1 stays -1."""
-        twins = ((blocks >= 0) & ~self._index.holds(np.maximum(blocks, 0))).nonzero()[0]
-        if not len(twins):
+        if not self._twins:
             return blocks
+        twins = ((blocks >= 0) & ~self._index.holds(blocks)).nonzero()[0]
         blocks = blocks.copy()
         for i in twins.tolist():
             block = int(blocks[i])
@@ -306,6 +313,7 @@ class PrefixCache:
         else:
             return  # the last one: an ordinary block by now
         self._twin[block] = -1
+        self._twins -= 1
         self.serial[block] = 0
 
     def _numbers(self, count: int) -> int:
@@ -340,6 +348,14 @@ def _factors(count: int) -> Hashes:
 
 def _root_hash(root: Ints | int) -> Hashes:
     return np.asarray(root, np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+
+
+def _shifted(values: Ints, starts: Ints, first: Ints) -> Ints:
+    """Each value's predecessor in its run; runs begin at `starts` and have `first` before them."""
+    result = np.empty_like(values)
+    result[1:] = values[:-1]
+    result[starts] = first
+    return result
 
 
 def _leading(flags: npt.NDArray[np.bool_]) -> int:

@@ -11,6 +11,7 @@ prefix can be called from compiled code.
 from __future__ import annotations
 
 import math
+import platform
 import struct
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
@@ -32,15 +33,18 @@ ITEM_BYTES = (4, 2, 2, 1, 1)
 READ_FACTOR = (1.0, 1.0, 1.0, 256.0, 1.0)
 
 
-def _host_width() -> int:
-    features = config.CPU_FEATURES
-    has = llvm.get_host_cpu_features() if features is None else {f[1:]: f[0] == "+" for f in features.split(",") if f}
-    return 16 if has.get("avx512bw") else 8
+def _host_features() -> dict[str, bool]:
+    chosen = config.CPU_FEATURES
+    if chosen is None:
+        return dict(llvm.get_host_cpu_features())
+    return {feature[1:]: feature[0] == "+" for feature in chosen.split(",") if feature}
 
 
-WIDTH = (
-    _host_width()
-)  # lanes of a vector; 8 are two registers of NEON or SSE, which then have twice as many sums to work on
+_features = _host_features()
+# Lanes of a vector; 8 are two registers of NEON or SSE, which then have twice as many sums to work on.
+WIDTH = 16 if _features.get("avx512bw") else 8
+# Without an instruction for float16 LLVM would call a function that Numba does not link.
+_CONVERTS_HALF = bool(_features.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
 
 _f32, _i64, _i32, _i16, _i8, _i1 = (
     ir.FloatType(),
@@ -188,13 +192,13 @@ def pointer(b: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
 
 def emit_load(b: ir.IRBuilder, address: ir.Value, kv: int = F32, width: int = WIDTH) -> ir.Value:
     """`width` consecutive elements of format `kv` as float32. e4m3 comes without its READ_FACTOR."""
-    stored = [_f32, ir.HalfType(), _i16, _i8, _i8][kv]
+    stored = [_f32, _i16, _i16, _i8, _i8][kv]
     raw = b.load(pointer(b, address, ir.VectorType(stored, width)), align=ITEM_BYTES[kv])
     wide = ir.VectorType(_f32, width)
     if kv == F32:
         return raw
     if kv == F16:
-        return b.fpext(raw, wide)
+        return emit_half(b, raw)
     if kv == BF16:
         bits = b.shl(b.zext(raw, ir.VectorType(_i32, width)), const_int(16, 32, width))
         return b.bitcast(bits, wide)
@@ -207,7 +211,22 @@ def emit_load(b: ir.IRBuilder, address: ir.Value, kv: int = F32, width: int = WI
         nan = b.icmp_unsigned("==", magnitude, const_int(0x7F, 16, width))
         body = b.or_(b.shl(magnitude, const_int(7, 16, width)), sign)
         half = b.select(nan, const_int(0x7E00, 16, width), body)
-    return b.fpext(b.bitcast(half, ir.VectorType(ir.HalfType(), width)), wide)
+    return emit_half(b, half)
+
+
+def emit_half(b: ir.IRBuilder, half: ir.Value) -> ir.Value:
+    """The bits of float16 lanes as float32."""
+    width = half.type.count
+    wide, bits = ir.VectorType(_f32, width), ir.VectorType(_i32, width)
+    if _CONVERTS_HALF:
+        return b.fpext(b.bitcast(half, ir.VectorType(ir.HalfType(), width)), wide)
+    code = b.zext(half, bits)
+    body = b.shl(b.and_(code, const_int(0x7FFF, 32, width)), const_int(13, 32, width))
+    finite = b.fmul(b.bitcast(body, wide), const(2.0**112, width))  # exponents are 112 apart; denormals come right too
+    special = b.icmp_unsigned(">=", body, const_int(0x7C00 << 13, 32, width))
+    magnitude = b.select(special, b.or_(body, const_int(0x7F800000, 32, width)), b.bitcast(finite, bits))
+    sign = b.shl(b.and_(code, const_int(0x8000, 32, width)), const_int(16, 32, width))
+    return b.bitcast(b.or_(magnitude, sign), wide)
 
 
 def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -377,11 +396,43 @@ call_worker = operation(types.void, [_address, _address, types.int64], _call_wor
 fetch_add = operation(types.int64, [_address, types.int64], _fetch_add)
 
 
-def _round(b: ir.IRBuilder, x: ir.Value, kind: int) -> ir.Value:
-    """float32 lanes rounded to nearest even in a 16-bit format."""
+def _encode(b: ir.IRBuilder, x: ir.Value, size: int, mantissa: int, bias: int, largest: float, nan: int) -> ir.Value:
+    """float32 lanes rounded to nearest even in a format of `size` bits, saturated at `largest`; NaN stays NaN."""
     width = x.type.count
-    if kind == F16:
+
+    def fixed(value: int) -> ir.Constant:
+        return const_int(value, 32, width)
+
+    a = call(b, "fabs", x.type, [x])
+    a = b.select(b.fcmp_ordered(">", a, const(largest, width)), const(largest, width), a)
+    bits, drop = b.bitcast(a, ir.VectorType(_i32, width)), 23 - mantissa
+    odd = b.and_(b.lshr(bits, fixed(drop)), fixed(1))
+    normal = b.lshr(b.add(bits, b.add(odd, fixed((1 << drop - 1) - 1))), fixed(drop))
+    normal = b.sub(normal, fixed(127 - bias << mantissa))
+    is_small = b.fcmp_ordered(
+        "<", a, const(2.0 ** (1 - bias), width)
+    )  # below the smallest normal: a fixed-point number
+    smaller = b.select(is_small, a, const(0.0, width))
+    unit = const(2.0 ** (bias - 1 + mantissa), width)
+    small = b.fptosi(call(b, "rint", x.type, [b.fmul(smaller, unit)]), bits.type)
+    code = b.select(is_small, small, b.select(b.fcmp_unordered("uno", a, a), fixed(nan), normal))
+    sign = b.and_(b.lshr(b.bitcast(x, bits.type), fixed(32 - size)), fixed(1 << size - 1))
+    return b.trunc(b.or_(code, sign), ir.VectorType(ir.IntType(size), width))
+
+
+def _round(b: ir.IRBuilder, x: ir.Value, kind: int) -> ir.Value:
+    """float32 lanes rounded to nearest even in a format; fp8 saturates at its largest finite value."""
+    width = x.type.count
+    if kind == F32:
+        return x
+    if kind == F16 and _CONVERTS_HALF:
         return b.fptrunc(x, ir.VectorType(ir.HalfType(), width))
+    if kind == F16:
+        return _encode(b, x, 16, mantissa=10, bias=15, largest=65536.0, nan=0x7E00)  # 65536 is written as infinity
+    if kind == E4M3:
+        return _encode(b, x, 8, mantissa=3, bias=7, largest=448.0, nan=0x7F)
+    if kind == E5M2:
+        return _encode(b, x, 8, mantissa=2, bias=15, largest=57344.0, nan=0x7E)
     # bfloat16 by hand: the machine's own instruction flushes denormals
     bits = b.bitcast(x, ir.VectorType(_i32, width))
     odd = b.and_(b.lshr(bits, const_int(16, 32, width)), const_int(1, 32, width))
@@ -427,8 +478,7 @@ def _narrow_row(
     def body(i: ir.Value, width: int) -> None:
         x = emit_load(b, b.add(source, b.mul(i, int64(4))), F32, width)
         x = b.fmul(x, emit_splat(b, factor, width))
-        if kind != F32:
-            x = _round(b, x, kind)
+        x = _round(b, x, kind)
         place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[kind]))), x.type)
         b.store(x, place, align=ITEM_BYTES[kind])
 
@@ -453,38 +503,13 @@ def _accumulate(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.V
 accumulate = operation(types.void, [_address, _address, types.int64, types.float32], _accumulate)
 
 
-def _encode_fp8(b: ir.IRBuilder, x: ir.Value, kv: int) -> ir.Value:
-    """float32 lanes rounded to nearest even in an fp8 format, saturated at its largest finite value; NaN stays NaN."""
-    width = x.type.count
-    mantissa, bias, limit, nan = (3, 7, 448.0, 0x7F) if kv == E4M3 else (2, 15, 57344.0, 0x7E)
-
-    def fixed(value: int) -> ir.Constant:
-        return const_int(value, 32, width)
-
-    a = call(b, "fabs", x.type, [x])
-    a = b.select(b.fcmp_ordered(">", a, const(limit, width)), const(limit, width), a)
-    bits, drop = b.bitcast(a, ir.VectorType(_i32, width)), 23 - mantissa
-    odd = b.and_(b.lshr(bits, fixed(drop)), fixed(1))
-    normal = b.lshr(b.add(bits, b.add(odd, fixed((1 << drop - 1) - 1))), fixed(drop))
-    normal = b.sub(normal, fixed(127 - bias << mantissa))
-    is_small = b.fcmp_ordered(
-        "<", a, const(2.0 ** (1 - bias), width)
-    )  # below the smallest normal: a fixed-point number
-    smaller = b.select(is_small, a, const(0.0, width))
-    small = b.fptosi(call(b, "rint", x.type, [b.fmul(smaller, const(2.0 ** (bias - 1 + mantissa), width))]), bits.type)
-    code = b.select(is_small, small, b.select(b.fcmp_unordered("uno", a, a), fixed(nan), normal))
-    sign = b.and_(b.lshr(b.bitcast(x, bits.type), fixed(24)), fixed(0x80))
-    return b.trunc(b.or_(code, sign), ir.VectorType(_i8, width))
-
-
 def _store_row(
     b: ir.IRBuilder, kind: int, kv: int, source: ir.Value, target: ir.Value, count: ir.Value, scale: ir.Value
 ) -> None:
     def body(i: ir.Value, width: int) -> None:
         x = emit_load(b, b.add(source, b.mul(i, int64(ITEM_BYTES[kind]))), kind, width)
         x = b.fdiv(x, emit_splat(b, scale, width))
-        if kv != F32:
-            x = _encode_fp8(b, x, kv) if kv >= E4M3 else _round(b, x, kv)
+        x = _round(b, x, kv)
         place = pointer(b, b.add(target, b.mul(i, int64(ITEM_BYTES[kv]))), x.type)
         b.store(x, place, align=ITEM_BYTES[kv])
 

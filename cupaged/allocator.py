@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from .block_pool import BlockPool, Ints, integer, integers, require
 from .commit import adopt, check_tokens
+from .errors import OutOfBlocks
 from .growth import Growth
 from .prefix_cache import CacheEvent, PrefixCache, Tokens
 from .rows import Rows, ranges
@@ -121,15 +122,8 @@ class BlockAllocator:
         requests = self._requests
         requests.check_new([id])
         row = requests.vacant(1)
-        if token_ids is None:
-            if n is None:
-                raise TypeError("expected n or token_ids")
-            count = _counts(n, 1)
-        else:
-            tokens = _tokens(token_ids)
-            count = _counts(len(tokens) if n is None else n, 1)
-        if self._cache is None or token_ids is None:
-            count = count if token_ids is None else np.minimum(count, len(tokens))
+        count, tokens = _new_tokens(n, token_ids)
+        if self._cache is None or tokens is None:
             step = self._growth.extend(row, np.zeros(1, np.int64), count, self._reserve)
             requests.known[row] = 0
         else:
@@ -138,6 +132,24 @@ class BlockAllocator:
             requests.root[row] = self._cache.root(extra_key, True)
         requests.bind([id], row)
         return step
+
+    def can_allocate(
+        self,
+        n: int | None = None,
+        *,
+        token_ids: npt.ArrayLike | None = None,
+        extra_key: Hashable | Mapping[str, Hashable] = None,
+    ) -> bool:
+        """Whether `add_request` with these arguments would find its blocks now, cached ones and the watermark counted; changes nothing."""
+        count, tokens = _new_tokens(n, token_ids)
+        if self._cache is None or tokens is None:
+            needed = -(-int(count[0]) // self.block_size)
+            return needed == 0 or needed + self._reserve <= self.num_free
+        try:
+            self._growth.look_up(self._cache.root(extra_key, False), tokens, int(count[0]), self._reserve)
+        except OutOfBlocks:
+            return False
+        return True
 
     def grow(self, id: Hashable, n: int = 1) -> Step:
         """Slots for `n` more tokens of one request: `grow_batch([id], n)`."""
@@ -405,6 +417,16 @@ def _counts(n: int | npt.ArrayLike, size: int, name: str = "n") -> Ints:
     if size and counts.min() < 0:
         raise ValueError(f"{name}: expected integers of at least 0, got {counts.min()}")
     return np.minimum(counts, 2**40)
+
+
+def _new_tokens(n: int | None, token_ids: npt.ArrayLike | None) -> tuple[Ints, Tokens | None]:
+    """How many tokens of a new request get slots at most, `[1]`, and its tokens when they are given."""
+    if token_ids is None:
+        if n is None:
+            raise TypeError("expected n or token_ids")
+        return _counts(n, 1), None
+    tokens = _tokens(token_ids)
+    return np.minimum(_counts(len(tokens) if n is None else n, 1), len(tokens)), tokens
 
 
 def _tokens(values: npt.ArrayLike) -> Tokens:

@@ -32,6 +32,19 @@ class Plan:
     num_blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What the prefix cache has for a new request."""
+
+    hits: Ints  # blocks that are equal as a whole
+    source: int  # the block that goes on equal for some tokens, -1: none
+    common: int  # how many
+    held: Ints  # all of them
+    fresh: int  # blocks to take
+    cached: int  # tokens found
+    total: int  # tokens of the request, found or with new slots
+
+
 class Growth:
     """Extends rows of `requests` with blocks of `pool`, and numbers the steps."""
 
@@ -106,40 +119,53 @@ class Growth:
         self._finish(step, plan, lengths, counts)
         return step
 
-    def attach(self, row: Ints, root: int, tokens: Tokens, n: int, reserve: int) -> Step:
-        """The first tokens of a new row: those that the cache has, and slots for up to `n` of the others; leaves `reserve` blocks free."""
-        requests, pool, cache = self._requests, self._pool, self._cache
+    def look_up(self, root: int, tokens: Tokens, n: int, reserve: int) -> Attachment:
+        """What a new request of `tokens` can have from the cache when up to `n` others get slots; changes nothing.
+
+        Raises OutOfBlocks when there are too few blocks beside `reserve`.
+        """
+        pool, cache, size = self._pool, self._cache, self.block_size
         assert cache is not None
-        size, most = self.block_size, max(len(tokens) - 1, 0)  # one token at least is left to compute
-        hits, source, common = cache.match(root, tokens, most)
+        hits, source, common = cache.match(
+            root, tokens, max(len(tokens) - 1, 0)
+        )  # one token at least is left to compute
+        if not n:
+            source, common = -1, 0  # a copy takes a block, and without new tokens none is taken
         while True:
-            cached = len(hits) * size + (common if n else 0)
+            cached = len(hits) * size + common
             total = min(len(tokens), cached + n)
             fresh = -(-total // size) - len(hits)
-            held = hits if source < 0 or not n else np.append(hits, source)
+            held = hits if source < 0 else np.append(hits, source)
             needed = fresh + int(np.count_nonzero(pool.ref_count.take(hits) == 0))
             idle = int(np.count_nonzero(pool.ref_count.take(held) == 0))
             if (not needed or needed + reserve <= pool.num_free) and fresh + idle <= pool.num_free:
-                break
-            if source < 0 or not n:
+                return Attachment(hits, source, common, held, fresh, cached, total)
+            if source < 0:
                 raise OutOfBlocks(needed, max(pool.num_free - reserve, 0))
             source, common = -1, 0  # without the block that was to be copied, it may be enough
+
+    def attach(self, row: Ints, root: int, tokens: Tokens, n: int, reserve: int) -> Step:
+        """The first tokens of a new row: those that the cache has, and slots for up to `n` of the others; leaves `reserve` blocks free."""
+        requests, pool, cache, size = self._requests, self._pool, self._cache, self.block_size
+        assert cache is not None
+        found = self.look_up(root, tokens, n, reserve)
+        cached, total = found.cached, found.total
         if total > _MAX_TOKENS:
             raise ValueError(f"token_ids: a sequence holds at most 2**31 - 1 tokens, not {total}")
         columns = max(1, -(-total // size))
         requests.widen(columns)
         step = Step(requests, row, columns, total - cached)
-        blocks = pool.take(fresh, held)  # the last thing that can fail; from here on, state changes
+        blocks = pool.take(found.fresh, found.held)  # the last thing that can fail; from here on, state changes
 
-        table = np.concatenate((hits, blocks)).astype(np.int32)
+        table = np.concatenate((found.hits, blocks)).astype(np.int32)
         requests.tables[row[0], : len(table)] = step.block_tables[0, : len(table)] = table
         cache.filled[blocks] = 0
         step.copies = _NO_COPIES
-        if source >= 0 and n:
-            step.copies = np.array([[source, blocks[0]]], np.int32)
+        if found.source >= 0:
+            step.copies = np.array([[found.source, blocks[0]]], np.int32)
             cache.copy(step.copies[:, 0], step.copies[:, 1])
-            cache.write(blocks[:1].astype(np.int64), np.array([common]))
-            pool.release([source])
+            cache.write(blocks[:1].astype(np.int64), np.array([found.common]))
+            pool.release([found.source])
             self.copies += 1
         cache.queried_tokens += len(tokens)
         cache.hit_tokens += cached

@@ -151,10 +151,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(n=counts, taken=bombs, bomb=bombs, pattern=patterns)
     def add(self, n: int, taken: bool, bomb: bool, pattern: int) -> None:
         name, self.bomb = self.begin(taken, 0), bomb
-        self.both(
+        new = name not in self.alloc.tables
+        fits = n < 0 or self.alloc.can_allocate(n)
+        done, _ = self.both(
             lambda: self.alloc.add_request(name, n), "add_request", name, min(n, 10**4),
             tokens=lambda _, count, at: tokens_of(pattern, count, at),
         )  # fmt: skip
+        if n >= 0 and new and not bomb:
+            assert done == fits
         self.bomb = False
 
     @rule(
@@ -167,10 +171,14 @@ class AllocatorMachine(RuleBasedStateMachine):
     ) -> None:
         prompt = tokens_of(pattern, length) + tail
         name, self.bomb = self.begin(taken, key), bomb
-        self.both(
+        new = name not in self.alloc.tables
+        fits = (n or 0) < 0 or self.alloc.can_allocate(n, token_ids=prompt, extra_key=KEYS[key])
+        done, _ = self.both(
             lambda: self.alloc.add_request(name, n, token_ids=prompt, extra_key=KEYS[key]), "add_request", name, n, prompt, key,
             tokens=lambda _, count, at: prompt[at : at + count],
         )  # fmt: skip
+        if (n or 0) >= 0 and new and not bomb:
+            assert done == fits
         self.bomb = False
 
     @rule(picks=some, n=st.lists(st.integers(0, 9), min_size=8, max_size=8), form=st.sampled_from(["all", "some", "lists", "too many"]),

@@ -15,12 +15,12 @@ import numpy as np
 from . import reference
 from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_cupy
 from .checks import (
-    array_module,
     check_caches,
     check_result,
     check_rows,
     check_slots,
     dtype_name,
+    empty_beside,
     metadata_arrays,
     per_head,
     scales,
@@ -139,7 +139,7 @@ def paged_attention(
         raise ValueError(f"q: expected {expected} rows, as many as {source}, got {num_tokens}")
 
     if out is None:
-        out = array_module(q).empty(q.shape, q.dtype)
+        out = empty_beside(q, q.shape, q.dtype)
     else:
         check_result(out, "out", q.shape, q.dtype, q)
         if out is q:
@@ -147,7 +147,7 @@ def paged_attention(
     if lse is not None:
         check_result(lse, "lse", q.shape[:2], np.dtype(np.float32), q)
     elif return_lse:
-        lse = array_module(q).empty(q.shape[:2], np.float32)
+        lse = empty_beside(q, q.shape[:2], np.float32)
     if num_tokens:
         backend_of(q).paged_attention(
             Attention(
@@ -237,8 +237,7 @@ def merge_states(outs: Any, lses: Any, sinks: Array | None = None) -> tuple[Arra
         raise ValueError(f"lses: expected {outs.shape[:3]} float32 beside outs, got {lses.shape} {lses.dtype}")
     if not len(outs):
         raise ValueError("outs: expected at least one part, got none")
-    xp = array_module(outs)
-    out, lse = xp.empty(outs.shape[1:], outs.dtype), xp.empty(lses.shape[1:], np.float32)
+    out, lse = empty_beside(outs, outs.shape[1:], outs.dtype), empty_beside(outs, lses.shape[1:], np.float32)
     if lse.size:
         backend_of(outs).merge_states(outs, lses, per_head(sinks, "sinks", outs.shape[2], outs), out, lse)
     return out, lse

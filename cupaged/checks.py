@@ -218,8 +218,17 @@ def _beside(x: Any, like: Array) -> Array:
     if is_cupy(like):
         import cupy
 
-        return cupy.ascontiguousarray(cupy.asarray(x, np.float32))
+        with like.device:  # arrays need not lie on the current device
+            return cupy.ascontiguousarray(cupy.asarray(x, np.float32))
     return np.ascontiguousarray(np.asarray(x, np.float32))
+
+
+def empty_beside(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """An uninitialised array on the device of `like`, whatever device is current."""
+    if not is_cupy(like):
+        return np.empty(shape, dtype)
+    with like.device:
+        return array_module(like).empty(shape, dtype)
 
 
 def check_result(x: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> None:

@@ -163,6 +163,7 @@ def test_an_id_and_a_row_serve_again_after_they_were_freed() -> None:
     for _ in range(3):
         alloc.add_request("A", 5)
         assert alloc.rows(["A"]).tolist() == [0]
+        alloc.grow_batch(rows=[0], n=1)
         alloc.free_request("A")
     with pytest.raises(KeyError, match="0 is not the row of a request"):
         alloc.grow_batch(rows=[0], n=1)

@@ -211,6 +211,24 @@ def test_a_duplicate_that_a_later_step_refers_to_stays_and_takes_over() -> None:
     alloc.check()
 
 
+def test_a_block_that_takes_over_keeps_its_place_as_a_child_and_as_a_parent() -> None:
+    alloc = cached(num_blocks=12, block_size=4)
+    for name in "AB":
+        alloc.add_request(name, token_ids=list(range(4)))
+    alloc.commit(["A"], [0, 1, 2, 3])
+    alloc.grow("B", 4)
+    alloc.commit(["B"], [[0, 1, 2, 3]])  # stays as a twin
+    run(alloc, "C", [9, 9, 9, 9])
+    alloc.commit(["B"], [4, 5, 6, 7])
+    assert (alloc.tables["A"], alloc.tables["B"]) == ([0], [1, 2])
+    alloc.free_request("A")
+    alloc.add_request("D", 4 * 9)  # all that is left: block 0 is evicted, block 1 takes over
+    alloc.check()
+    alloc.free_request("D")
+    assert alloc.add_request("E", token_ids=[0, 1, 8]).copies[:, 0].tolist() == [1]
+    assert alloc.add_request("F", token_ids=[0, 1, 2, 3, 4, 8]).copies[:, 0].tolist() == [2]
+
+
 def test_writing_into_a_block_after_truncation_takes_its_identity() -> None:
     alloc = cached()
     run(alloc, "A", list(range(8)))

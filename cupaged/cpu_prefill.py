@@ -17,7 +17,20 @@ from functools import cache
 from typing import Any
 
 from .cpu_products import outer
+from .cpu_tiles import (
+    GROUP,
+    SLICE,
+    configure,
+    find_places,
+    pack_query,
+    pack_weights,
+    release,
+    tile_scores,
+    tile_weigh,
+    transpose_values,
+)
 from .cpu_vector import (
+    BF16,
     READ_FACTOR,
     WIDTH,
     add,
@@ -76,11 +89,17 @@ KEY_ROWS = PLACE + _LANES
 VALUE_ROWS = KEY_ROWS + 8 * (KEYS + 8)
 POSITIONS = VALUE_ROWS + 8 * (KEYS + 8)
 ROW = POSITIONS + 4 * (KEYS + 8)  # one row [head_dim], on its way in or out
+# With `cpu_tiles` the same memory holds bfloat16: queries packed, in place of the keys' tile copies of keys and weights, values transposed.
+COPIES, WEIGHTS = KEY_TILE, KEY_TILE + 2 * KEYS * 256
+PLACES = ROW + 4 * 256
+CONFIGURATION = PLACES + KEYS
 
 
 @compiled
-def _begin_rows(p: Any, mine: int, lanes: int, begin: int, rows: int, first: int, m: int, n: int, h: int) -> None:
-    """Queries, bounds, slopes and an empty state in each lane; a lane without a row sees nothing."""
+def _begin_rows(
+    p: Any, mine: int, lanes: int, begin: int, rows: int, first: int, m: int, n: int, h: int, with_queries: bool
+) -> None:
+    """Bounds, slopes, an empty state and, unless they are packed, queries in each lane; a lane without a row sees nothing."""
     for lane in range(lanes):
         at = mine + 4 * lane
         r = begin + lane
@@ -93,10 +112,33 @@ def _begin_rows(p: Any, mine: int, lanes: int, begin: int, rows: int, first: int
         poke_float(at + SLOPE, peek_float(p.slopes + 4 * head) if p.slopes else 0.0)
         poke_float(at + TOP, -math.inf)
         poke_float(at + SUM, 0.0)
-        read_query(p, first + query, head, mine + ROW)
-        for d in range(p.head_dim):
-            poke_float(at + QUERIES + 4 * lanes * d, peek_float(mine + ROW + 4 * d))
-            poke_float(at + OUTPUT + 4 * lanes * d, 0.0)
+        if with_queries:
+            read_query(p, first + query, head, mine + ROW)
+            for d in range(p.head_dim):
+                poke_float(at + QUERIES + 4 * lanes * d, peek_float(mine + ROW + 4 * d))
+    for x in range(0, lanes * p.head_dim, WIDTH):
+        store(mine + OUTPUT + 4 * x, splat(0.0))
+
+
+@compiled
+def _pack_rows(p: Any, mine: int, lanes: int, begin: int, rows: int, first: int, h: int) -> bool:
+    """Queries for `tile_scores`; False when they must go the usual way."""
+    good = True
+    for lane in range(lanes):
+        r = begin + lane if begin + lane < rows else 0
+        source = p.q + (first + r // p.group) * p.q_token + (h * p.group + r % p.group) * p.q_head
+        good &= pack_query(source, mine + QUERIES + 32 * p.head_dim * (lane // WIDTH) + 4 * (lane % WIDTH), p.head_dim)
+    return good
+
+
+@compiled
+def _rescale(mine: int, lanes: int, head_dim: int) -> None:
+    """What `outer` does to the old output on its way."""
+    for v in range(0, lanes, WIDTH):
+        alpha = load(mine + ALPHA + 4 * v)
+        for d in range(head_dim):
+            where = mine + OUTPUT + 4 * (lanes * d + v)
+            store(where, multiply(load(where), alpha))
 
 
 @compiled
@@ -166,6 +208,9 @@ def prefill_kernel(kv: int, shift: int) -> Any:
         p = view(params)[0]
         mine = p.scratch + number * SCRATCH_BYTES
         D = p.head_dim
+        tiles_wanted = kv == BF16 and p.tiles != 0 and p.q_kind == BF16 and D % SLICE == 0
+        if tiles_wanted:
+            configure(mine + CONFIGURATION)
         while True:
             item = fetch_add(params + COUNTER, 1)
             if item >= p.num_items:
@@ -182,7 +227,9 @@ def prefill_kernel(kv: int, shift: int) -> Any:
             tile = tiles - 1 - item // chunks  # the latest rows see the most keys: longest items first
             begin_row = tile * lanes
             end_row = min(rows, begin_row + lanes)
-            _begin_rows(p, mine, lanes, begin_row, rows, first, m, n, h)
+            factor = p.scale * peek_float(p.k_scale + 4 * h) * gain
+            by_tiles = tiles_wanted and abs(factor) < 2.0**30 and _pack_rows(p, mine, lanes, begin_row, rows, first, h)
+            _begin_rows(p, mine, lanes, begin_row, rows, first, m, n, h, not by_tiles)
 
             earliest = max(0, n - m + begin_row // p.group)
             latest = n - m + (end_row - 1) // p.group
@@ -192,20 +239,34 @@ def prefill_kernel(kv: int, shift: int) -> Any:
             for lane in range(end_row - begin_row):
                 low = max(low, peek_int(mine + LOW + 4 * lane))
                 high = min(high, peek_int(mine + HIGH + 4 * lane))
-            factor = p.scale * peek_float(p.k_scale + 4 * h) * gain
             for j in range(begin, end, KEYS):
                 count = min(KEYS, end - j)
-                holes = find_tile(p, s, h, j, count, mine + KEY_ROWS, mine + VALUE_ROWS, mine + POSITIONS, count)
-                for t in range(count):
-                    widen_row(kv, peek_long(mine + KEY_ROWS + 8 * t), mine + KEY_TILE + 4 * D * t, D)
-                    widen_row(kv, peek_long(mine + VALUE_ROWS + 8 * t), mine + VALUE_TILE + 4 * D * t, D)
-                outer(
-                    vectors, False, mine + KEY_TILE, 4 * D, 4, mine + QUERIES, mine + SCORES, mine + ALPHA, (count + 7) // 8 * 8, D
-                )  # fmt: skip
+                padded = -(-count // SLICE) * SLICE
+                holes = find_tile(p, s, h, j, count, mine + KEY_ROWS, mine + VALUE_ROWS, mine + POSITIONS, padded)
+                if by_tiles:
+                    find_places(mine + PLACES, mine + KEY_ROWS, count, p.k_token, D, p.block_size, mine + COPIES)
+                    tile_scores(vectors, mine + QUERIES, mine + PLACES, -(-count // GROUP), mine + SCORES, D)
+                else:
+                    for t in range(count):
+                        widen_row(kv, peek_long(mine + KEY_ROWS + 8 * t), mine + KEY_TILE + 4 * D * t, D)
+                    outer(
+                        vectors, False, mine + KEY_TILE, 4 * D, 4, mine + QUERIES, mine + SCORES, mine + ALPHA, (count + 7) // 8 * 8, D
+                    )  # fmt: skip
                 edge = holes or low > j or high < j + count
                 for v in range(vectors):
                     _softmax(p, mine + 4 * WIDTH * v, lanes, mine + POSITIONS, count, factor, edge)
-                outer(vectors, True, mine + VALUE_TILE, 4, 4 * D, mine + SCORES, mine + OUTPUT, mine + ALPHA, D, count)
+                if by_tiles and transpose_values(mine + VALUE_ROWS, mine + VALUE_TILE, D, padded, 2 * KEYS) == 0:
+                    for x in range(lanes * count, lanes * padded, WIDTH):
+                        store(mine + SCORES + 4 * x, splat(0.0))
+                    pack_weights(vectors, mine + SCORES, mine + WEIGHTS, padded)
+                    _rescale(mine, lanes, D)
+                    tile_weigh(vectors, mine + VALUE_TILE, mine + WEIGHTS, mine + OUTPUT, D, padded, 2 * KEYS)
+                else:
+                    for t in range(count):
+                        widen_row(kv, peek_long(mine + VALUE_ROWS + 8 * t), mine + VALUE_TILE + 4 * D * t, D)
+                    outer(
+                        vectors, True, mine + VALUE_TILE, 4, 4 * D, mine + SCORES, mine + OUTPUT, mine + ALPHA, D, count
+                    )
 
             done = True
             if chunks > 1:
@@ -231,5 +292,7 @@ def prefill_kernel(kv: int, shift: int) -> Any:
                         p, first + r // p.group, h * p.group + r % p.group, mine + ROW, peek_float(mine + TOP + 4 * lane),
                         peek_float(mine + SUM + 4 * lane), gain,
                     )  # fmt: skip
+        if tiles_wanted:
+            release()
 
     return worker(prefill)

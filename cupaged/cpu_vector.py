@@ -40,11 +40,11 @@ def _host_features() -> dict[str, bool]:
     return {feature[1:]: feature[0] == "+" for feature in chosen.split(",") if feature}
 
 
-_features = _host_features()
+HOST_FEATURES = _host_features()
 # Lanes of a vector; 8 are two registers of NEON or SSE, which then have twice as many sums to work on.
-WIDTH = 16 if _features.get("avx512bw") else 8
+WIDTH = 16 if HOST_FEATURES.get("avx512bw") else 8
 # Without an instruction for float16 LLVM would call a function that Numba does not link.
-_CONVERTS_HALF = bool(_features.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
+_CONVERTS_HALF = bool(HOST_FEATURES.get("f16c")) or platform.machine().lower() in ("aarch64", "arm64")
 
 _f32, _i64, _i32, _i16, _i8, _i1 = (
     ir.FloatType(),
@@ -232,9 +232,8 @@ def emit_half(b: ir.IRBuilder, half: ir.Value) -> ir.Value:
 def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """exp to about one unit in the last place for x <= 88, denormal results and exp(-inf) = 0 included.
 
-    Cody and Waite, "Software Manual for the Elementary Functions" (1980): x = n ln 2 + r, |r| <= ln 2 / 2; exp(r) by its Taylor
-    polynomial of degree 7 (truncation 2^-27 of the result), and the scaling by 2^n in two steps, so that a denormal result is
-    rounded once.
+    Cody and Waite, "Software Manual for the Elementary Functions" (1980): x = n ln 2 + r, |r| <= ln 2 / 2; exp(r) by a polynomial
+    of degree 6; and a scaling by 2^n that rounds a denormal result once.
     """
     x = emit_maximum(b, const(-105.0), x)  # exp(-105) rounds to 0
     n = call(b, "rint", x.type, [b.fmul(x, const(1.4426950408889634))])
@@ -242,15 +241,28 @@ def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
         b, n, const(-0.693359375), x
     )  # ln 2 in two parts, the first with few enough bits for n * part to be exact
     r = emit_fma(b, n, const(2.12194440e-4), r)
-    p = const(1 / 5040)
-    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+    p = const(EXP_COEFFICIENTS[0])
+    for coefficient in EXP_COEFFICIENTS[1:]:
         p = emit_fma(b, p, r, const(coefficient))
+    if WIDTH == 16:
+        kinds = [LANES, LANES, LANES, _i16, _i32]
+        scale = cgutils.get_or_insert_function(
+            b.module, ir.FunctionType(LANES, kinds), "llvm.x86.avx512.mask.scalef.ps.512"
+        )
+        current_rounding = 4
+        return b.call(scale, [p, n, const(0.0), ir.Constant(_i16, 0xFFFF), ir.Constant(_i32, current_rounding)])
     n = b.fptosi(n, ir.VectorType(_i32, WIDTH))
     half = b.ashr(n, const_int(1, 32))
     for power in (half, b.sub(n, half)):
         two = b.bitcast(b.shl(b.add(power, const_int(127, 32)), const_int(23, 32)), LANES)
         p = b.fmul(p, two)
     return p
+
+
+# exp(r) for |r| <= ln 2 / 2, highest power first: (exp(r) - 1 - r) / r^2 fitted at Chebyshev points, off by 2^-27 of exp(r).
+EXP_COEFFICIENTS = (
+    0.0013945555547252297, 0.008368970826268196, 0.04166628047823906, 0.166665181517601, 0.5, 1.0, 1.0,
+)  # fmt: skip
 
 
 def emit_tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:

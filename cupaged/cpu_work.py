@@ -42,7 +42,7 @@ _STRIDES = (  # bytes
     "v_token", "table_row",
 )  # fmt: skip
 _SIZES = (
-    "num_seqs", "group", "num_kv_heads", "head_dim", "block_size", "causal", "window", "chunk", "num_splits", "q_kind",
+    "num_seqs", "group", "num_kv_heads", "head_dim", "block_size", "causal", "window", "chunk", "num_splits", "q_kind", "tiles",
     "num_items", "counter",
 )  # fmt: skip
 ARRAYS = 12  # the first fields, which hold an array's id until `resolve`

@@ -117,6 +117,49 @@ def test_every_kernel_merges_its_chunks(rng: np.random.Generator, kv_dtype: str,
         assert_close(case, *run(case))
 
 
+@pytest.mark.parametrize("block_size", [5, 16, 24, 32])
+@pytest.mark.parametrize("how", [{}, {"window": 50}, {"chunk": 64, "softcap": 5.0}, {"num_splits": 3}])
+def test_bfloat16_prefill_by_the_matrix_unit(rng: np.random.Generator, block_size: int, how: dict[str, object]) -> None:
+    if not cpu.allowed():
+        pytest.skip("this processor has no matrix unit for bfloat16, or the system does not allow its use")
+    case = make_case(
+        rng, seq_lens=[300, 33, 9], query_lens=[70, 33, 4], head_dim=64, group=5, block_size=block_size, dtype="bfloat16", **how
+    )  # fmt: skip
+    out, lse = run(case)
+    assert_close(case, out, lse)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "allowed", lambda: False)
+        without_out, without_lse = run(case)
+    assert_close(case, without_out, without_lse)
+    assert bits((out, lse)) != bits((without_out, without_lse)), "the matrix unit was not used"
+
+
+@pytest.mark.parametrize("what", ["denormal queries", "huge queries", "tiny values", "huge scale"])
+def test_numbers_that_the_matrix_unit_would_lose_go_the_usual_way(rng: np.random.Generator, what: str) -> None:
+    case = make_case(
+        rng, seq_lens=[40], query_lens=[40], head_dim=32, group=1, dtype="bfloat16", block_size=16, spare_columns=0
+    )
+    bf16 = case.q.dtype
+    scale = 1.0
+    if what == "denormal queries":  # logits come from denormal times huge
+        case.q[:] = (case.q.astype(np.float32) * np.float32(1e-39)).astype(bf16)
+        case.k_cache[:] = (case.k_cache.astype(np.float32) * np.float32(1e37)).astype(bf16)
+    elif what == "huge queries":
+        case.q[:] = (case.q.astype(np.float32) * np.float32(1e37)).astype(bf16)
+        case.k_cache[:] = (case.k_cache.astype(np.float32) * np.float32(1e-39)).astype(bf16)
+    elif what == "huge scale":
+        scale = 1e30
+        case.k_cache[:] = (case.k_cache.astype(np.float32) * np.float32(1e-39)).astype(bf16)
+        case.q[:] = (case.q.astype(np.float32) * np.float32(1e9)).astype(bf16)
+    else:
+        case.v_cache[:] = (case.v_cache.astype(np.float32) * np.float32(1e-38)).astype(bf16)
+    case.options["scale"] = scale
+    out, lse = run(case)
+    assert_close(case, out, lse)
+    if what == "tiny values":
+        assert np.count_nonzero(out) > out.size * 0.9
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_denormal_keys_values_and_queries_count(dtype: str) -> None:
     tiny = np.float32(1e-39)  # below the smallest normal number of both formats

@@ -16,6 +16,7 @@ from .free_queues import Blocks
 Hashes = npt.NDArray[np.uint64]
 
 _EMPTY, _HOLE = -1, -2
+_HALF = np.uint64(32)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
 
 
@@ -24,10 +25,8 @@ class HashIndex:
 
     def __init__(self, hashes: Hashes) -> None:
         self.hashes = hashes
-        size = 1 << max(2, (2 * len(hashes) - 1).bit_length())  # at most half full
-        self._mask = size - 1
-        self._shift = np.uint64(64 - self._mask.bit_length())
-        self._table = np.full(size, _EMPTY, np.int32)
+        self._size = min(4 * len(hashes) + 4, 2**32 - 1)  # a quarter full at most, with the holes three eighths
+        self._table = np.full(self._size, _EMPTY, np.int32)
         self._place = np.full(len(hashes), -1, np.int32)  # of each block in the table, -1: none
         self.count = 0
         self._holes = 0
@@ -52,7 +51,18 @@ class HashIndex:
             same = (self.hashes.take(blocks, mode="clip") == hashes.take(asking)) & (blocks >= 0)
             found[asking[same]] = blocks[same]
             further = (~same).nonzero()[0]
-            asking, places = asking.take(further), (places.take(further) + 1) & self._mask
+            asking, places = asking.take(further), (places.take(further) + 1) % self._size
+
+    def find_leading(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+        """`find`, but what comes after the first one that is not there may be -1 without a look."""
+        found = np.full(len(hashes), -1, np.int64)
+        begin, length = 0, 32
+        while begin < len(hashes):
+            piece = found[begin : begin + length] = self.find(hashes[begin : begin + length])
+            if piece.min() < 0:
+                break
+            begin, length = begin + length, 4 * length
+        return found
 
     def find_all(self, hash_: np.uint64) -> Iterator[int]:
         """Every entry with one hash."""
@@ -60,11 +70,11 @@ class HashIndex:
         while (block := int(self._table[place])) != _EMPTY:
             if block >= 0 and self.hashes[block] == hash_:
                 yield block
-            place = (place + 1) & self._mask
+            place = (place + 1) % self._size
 
     def insert(self, blocks: npt.NDArray[Any]) -> None:
         """Add `blocks [n]`, none of them an entry."""
-        if 4 * self._holes > self._mask:
+        if 8 * self._holes > self._size:
             self._rebuild()
         self.count += len(blocks)
         places = self._home(self.hashes.take(blocks))
@@ -78,7 +88,7 @@ class HashIndex:
             if self._holes:
                 self._holes -= int(np.count_nonzero(before.take(won) == _HOLE))
             lost = (there != blocks).nonzero()[0]
-            blocks, places = blocks.take(lost), (places.take(lost) + 1) & self._mask
+            blocks, places = blocks.take(lost), (places.take(lost) + 1) % self._size
 
     def remove(self, blocks: npt.NDArray[Any]) -> None:
         """Take out `blocks [n]`, all of them entries."""
@@ -109,4 +119,4 @@ class HashIndex:
         self.insert(blocks)
 
     def _home(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        return ((hashes * _SPREAD) >> self._shift).astype(np.int64)
+        return (((hashes * _SPREAD) >> _HALF) * np.uint64(self._size) >> _HALF).astype(np.int64)

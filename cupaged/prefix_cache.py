@@ -94,7 +94,7 @@ class PrefixCache:
 
     def _match_blocks(self, root: int, words: Tokens) -> Ints:
         hashes = _root_hash(root) + block_hashes(words, np.arange(len(words))).cumsum(dtype=np.uint64)
-        blocks: Ints = self._index.find(hashes)
+        blocks: Ints = self._index.find_leading(hashes)
         done, above = 0, root
         while True:
             done += self._verified(blocks[done:], words[done:], above)
@@ -176,7 +176,8 @@ class PrefixCache:
         else:
             sums, lengths = own.cumsum(dtype=np.uint64), np.diff(starts, append=len(blocks))
             hashes = sums + np.repeat(bases - (sums - own).take(starts), lengths)
-        found = self._index.find(hashes)
+        # after its first new block a run is new: no identity can follow a number that was not there before
+        found = self._index.find_leading(hashes) if len(starts) == 1 else self._index.find(hashes)
 
         parents = numbers if one_each else _shifted(self.serial.take(found), starts, numbers)
         known = found >= 0
@@ -187,7 +188,8 @@ class PrefixCache:
             misses = (~known).cumsum()
             known = misses == np.repeat((misses - ~known).take(starts), lengths)  # a run is known up to its first miss
         fresh = (~known).nonzero()[0]
-        if len(fresh) and (np.count_nonzero(found.take(fresh) >= 0) or _repeats(hashes.take(fresh))):
+        alike = len(starts) > 1 and _repeats(hashes.take(fresh))
+        if len(fresh) and (alike or np.count_nonzero(found.take(fresh) >= 0)):
             if len(blocks) > 1:
                 return self._identify_singly(blocks, columns, starts, above, roots)
             found[0] = self._search(hashes[0], int(parents[0]), words[0])

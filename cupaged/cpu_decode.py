@@ -19,6 +19,7 @@ from numba import literally
 
 from .cpu_products import largest_of_rows, load_positions, scores, weigh
 from .cpu_vector import (
+    BF16,
     ITEM_BYTES,
     READ_FACTOR,
     WIDTH,
@@ -31,6 +32,7 @@ from .cpu_vector import (
     exp,
     fetch_add,
     fma,
+    join_pairs,
     load,
     load_ints,
     maximum,
@@ -42,6 +44,7 @@ from .cpu_vector import (
     prefetch,
     select_finite,
     splat,
+    split_pairs,
     store,
     subtract,
     subtract_int,
@@ -238,6 +241,9 @@ def decode_kernel(kv: int, tile: int) -> Any:
             length, first_chunk, chunks = chunks_of(p, m, n)
             rows = m * p.group
             _begin_rows(p, mine, tile, rows, first, m, n, h)
+            if kv == BF16:
+                for r in range(-(-rows // tile) * tile):
+                    split_pairs(mine + QUERIES + 4 * D * r, D // 32 * 32)
 
             begin = max(first_key(p, max(0, n - m)), (first_chunk + c) * length)
             end = min(end_of_keys(p, n - 1, n), (first_chunk + c + 1) * length) if n > 0 else 0
@@ -283,6 +289,8 @@ def decode_kernel(kv: int, tile: int) -> Any:
                     else:
                         top, total = _row_top(mine, tile, r), _row_sum(mine, tile, r)
                     head = h * p.group + r % p.group
+                    if kv == BF16:
+                        join_pairs(mine + OUTPUT + 4 * D * r, D)
                     write_result(p, first + r // p.group, head, mine + OUTPUT + 4 * D * r, top, total, gain)
 
     return worker(decode)

@@ -6,7 +6,8 @@
 
 K and V rows are found through arrays of 64-bit addresses, one a token, so a product never sees a page, and any stride or block
 size costs the same. Addresses past the last token are only prefetched: they may be anything. Scores of few rows lie in vectors of
-[row, token]: WIDTH / 4 tokens for 3 or 4 rows, WIDTH / 2 for 2.
+[row, token]: WIDTH / 4 tokens for 3 or 4 rows, WIDTH / 2 for 2. With bfloat16 pages `scores` takes each whole 32 elements of a query,
+and `weigh` leaves each whole 2 * WIDTH of its output, in the order of `emit_load_pair`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from llvmlite import ir
 from numba import types
 
 from .cpu_vector import (
+    BF16,
     F32,
     ITEM_BYTES,
     LANES,
@@ -22,6 +24,7 @@ from .cpu_vector import (
     const,
     emit_fma,
     emit_load,
+    emit_load_pair,
     emit_maximum,
     emit_prefetch,
     emit_shuffle,
@@ -104,8 +107,19 @@ def emit_scores(
         def line(d: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             for address in following:
                 emit_prefetch(b, _at(b, address, d, size))
-            for part in range(unroll):
-                sums = add_products(b.add(d, int64(part * WIDTH)), sums, WIDTH)
+            if kv != BF16:
+                for part in range(unroll):
+                    sums = add_products(b.add(d, int64(part * WIDTH)), sums, WIDTH)
+                return sums
+            for part in range(0, unroll, 2):
+                at = b.add(d, int64(part * WIDTH))
+                pairs = [emit_load_pair(b, _at(b, address, at, size)) for address in k]
+                for side in range(2):
+                    for r in range(rows):
+                        row = b.add(q, b.mul(row_bytes, int64(r)))
+                        query = emit_load(b, _at(b, row, b.add(at, int64(side * WIDTH)), 4))
+                        for u, pair in enumerate(pairs):
+                            sums[r * tokens + u] = emit_fma(b, query, pair[side], sums[r * tokens + u])
             return sums
 
         sums = [const(0.0)] * (rows * tokens)
@@ -154,7 +168,11 @@ def emit_weigh(
 
         def token(t: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             value = _at(b, _read(b, _at(b, values, t, 8), _i64), d, size)
-            loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
+            if kv == BF16 and vectors > 1:
+                starts = [b.add(value, int64(v * width * size)) for v in range(0, vectors, 2)]
+                loaded = [x for start in starts for x in emit_load_pair(b, start)]
+            else:
+                loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
             following = _at(b, _read(b, _at(b, values, b.add(t, int64(AHEAD)), 8), _i64), d, size)
             for offset in range(0, vectors * width * size, LINE):
                 emit_prefetch(b, b.add(following, int64(offset)))

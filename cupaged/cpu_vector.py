@@ -214,6 +214,13 @@ def emit_load(b: ir.IRBuilder, address: ir.Value, kv: int = F32, width: int = WI
     return emit_half(b, half)
 
 
+def emit_load_pair(b: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
+    """2 * WIDTH consecutive bfloat16 as two vectors, even elements and odd ones: half the instructions of two loads in order."""
+    words = b.load(pointer(b, address, ir.VectorType(_i32, WIDTH)), align=2)
+    even, odd = b.shl(words, const_int(16, 32)), b.and_(words, const_int(0xFFFF0000, 32))
+    return [b.bitcast(even, LANES), b.bitcast(odd, LANES)]
+
+
 def emit_half(b: ir.IRBuilder, half: ir.Value) -> ir.Value:
     """The bits of float16 lanes as float32."""
     width = half.type.count
@@ -468,6 +475,26 @@ def emit_elements(
             return []
 
         i, _ = loop(b, i, b.sub(count, int64(width - 1)), width, [], run)
+
+
+def _reorder(lanes: Sequence[int]) -> Any:
+    """An operation on each whole pair of vectors of a row: (row, count)."""
+
+    def emit(b: ir.IRBuilder, row: ir.Value, count: ir.Value) -> None:
+        def body(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            places = [b.add(row, b.mul(b.add(i, int64(n)), int64(4))) for n in (0, WIDTH)]
+            x, y = (emit_load(b, place) for place in places)
+            _store(b, places[0], emit_shuffle(b, x, y, lanes[:WIDTH]))
+            _store(b, places[1], emit_shuffle(b, x, y, lanes[WIDTH:]))
+            return []
+
+        loop(b, int64(0), b.sub(count, int64(2 * WIDTH - 1)), 2 * WIDTH, [], body)
+
+    return operation(types.void, [_address, types.int64], emit)
+
+
+split_pairs = _reorder([*range(0, 2 * WIDTH, 2), *range(1, 2 * WIDTH, 2)])  # into the order of `emit_load_pair`
+join_pairs = _reorder([i // 2 + WIDTH * (i % 2) for i in range(2 * WIDTH)])  # and back
 
 
 def emit_widen(b: ir.IRBuilder, kv: int, source: ir.Value, target: ir.Value, count: ir.Value) -> None:

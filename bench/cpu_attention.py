@@ -81,7 +81,9 @@ class Ours:
         rng = np.random.default_rng(0)
         dtype = numpy_dtype(c["dtype"])
         shape = (c["batch"] * columns, 2, c["num_kv_heads"], c["block_size"], c["head_dim"])
-        self.pool = np.empty(shape, dtype)
+        raw = np.empty(math.prod(shape) * dtype.itemsize + 64, np.uint8)
+        begin = -address(raw) % 64  # aligned as the peers' memory is
+        self.pool = raw[begin : begin + raw.size - 64].view(dtype).reshape(shape)
         some = rng.standard_normal(1 << 16, np.float32).astype(dtype)
         flat = self.pool.reshape(-1)
         for at in range(0, flat.size, some.size):

@@ -29,10 +29,10 @@ from .cpu_tiles import allowed
 from .cpu_vector import KV_CODES, call_worker, entry
 from .cpu_work import ARRAYS, FIELDS, PACKING, SCRATCH_BYTES, kernels_needed, plan, resolve
 
-_SERIAL_COST = 1 << 18  # products of a query with a key element; waking threads costs about as much
+_SERIAL_COST = 1 << 16  # products of a query with a key element; waking threads costs about as much
 _SERIAL_ELEMENTS = 1 << 15  # the same for elements to write
 _KINDS = {"f": 0, "e": 1, "E": 2}  # by the dtype's char: float32, float16, bfloat16
-_PARTIALS, _TICKETS = FIELDS.index("partials"), FIELDS.index("tickets")
+_PARTIALS, _TICKETS, _WORKERS = (FIELDS.index(name) for name in ("partials", "tickets", "workers"))
 _call, _write = struct.Struct(PACKING), struct.Struct("q" * len(WRITE_FIELDS))
 _threads_free = threading.Lock()
 
@@ -114,7 +114,7 @@ def paged_attention(call: Attention) -> None:
         own.no_key, own.room("work", 24 * num_seqs), 0, 0, own.room("scratch", threads * SCRATCH_BYTES),
         *q.strides[:2], *out.strides[:2], *((0, 0) if lse is None else lse.strides), *k.strides[:3], *v.strides[:3], tables.strides[0],
         num_seqs, num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, call.causal, call.window or 0, call.chunk or 0,
-        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0,
+        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0, own.room("queues", 64 * threads),
         call.scale, call.softcap or 0.0,
     )  # fmt: skip
     resolve(where, ARRAYS, id(None))
@@ -122,9 +122,11 @@ def paged_attention(call: Attention) -> None:
     kernel = 0
     while needed >> kernel:
         if needed >> kernel & 1:
-            items, cost, floats, tickets = plan(where, kernel)
+            items, cost, floats, tickets = plan(where, kernel, threads)
+            workers = 1 if cost < _SERIAL_COST else min(threads, items)
             params[_PARTIALS], params[_TICKETS] = own.room("partials", 4 * floats), own.room("tickets", 8 * tickets)
-            run(_kernel(KV_CODES[call.kv_dtype], kernel), where, 1 if cost < _SERIAL_COST else min(threads, items))
+            params[_WORKERS] = workers
+            run(_kernel(KV_CODES[call.kv_dtype], kernel), where, workers)
         kernel += 1
 
 

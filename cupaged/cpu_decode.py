@@ -54,7 +54,6 @@ from .cpu_vector import (
     worker,
 )
 from .cpu_work import (
-    COUNTER,
     FEW_ROWS,
     SCRATCH_BYTES,
     SOURCE,
@@ -62,6 +61,7 @@ from .cpu_work import (
     end_of_keys,
     find_tile,
     first_key,
+    next_item,
     read_query,
     sequence,
     sequence_of,
@@ -230,8 +230,8 @@ def decode_kernel(kv: int, tile: int) -> Any:
         row_bytes = D * item_bytes
         tokens = _tokens(tile)
         while True:
-            item = fetch_add(params + COUNTER, 1)
-            if item >= p.num_items:
+            item = next_item(p, number)
+            if item < 0:
                 break
             s = sequence_of(p, item)
             item -= peek_long(p.work + 24 * s)

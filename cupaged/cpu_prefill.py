@@ -62,7 +62,6 @@ from .cpu_vector import (
     worker,
 )  # fmt: skip
 from .cpu_work import (
-    COUNTER,
     MOST_VECTORS,
     SCRATCH_BYTES,
     SOURCE,
@@ -70,6 +69,7 @@ from .cpu_work import (
     end_of_keys,
     find_tile,
     first_key,
+    next_item,
     read_query,
     sequence,
     sequence_of,
@@ -212,8 +212,8 @@ def prefill_kernel(kv: int, shift: int) -> Any:
         if tiles_wanted:
             configure(mine + CONFIGURATION)
         while True:
-            item = fetch_add(params + COUNTER, 1)
-            if item >= p.num_items:
+            item = next_item(p, number)
+            if item < 0:
                 break
             s = sequence_of(p, item)
             item -= peek_long(p.work + 24 * s)

@@ -3,7 +3,8 @@
 An item is (sequence, KV head, tile of query rows, chunk of keys). Rows of a sequence are packed: row r is query row r // group
 of query head r % group of that KV head. Few rows go to `cpu_decode`, many to `cpu_prefill`; the choice, the tile and the chunk
 edges follow from the sequence's own length and rows alone, so no bit depends on threads or on other sequences. Threads take items
-from a shared counter; who finishes the last chunk of a (sequence, KV head, row tile), by an integer ticket, merges all of them in order.
+from each other when their own are done; who finishes the last chunk of a (sequence, KV head, row tile), by an integer ticket,
+merges all of them in order.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .cpu_vector import (
     count_up_int,
     count_up_long,
     entry,
+    fetch_add,
     narrow_row,
     peek_float,
     peek_int,
@@ -43,17 +45,17 @@ _STRIDES = (  # bytes
 )  # fmt: skip
 _SIZES = (
     "num_seqs", "group", "num_kv_heads", "head_dim", "block_size", "causal", "window", "chunk", "num_splits", "q_kind", "tiles",
-    "num_items", "counter",
+    "num_items", "workers", "queues",
 )  # fmt: skip
 ARRAYS = 12  # the first fields, which hold an array's id until `resolve`
 FIELDS = _ADDRESSES + _STRIDES + _SIZES  # int64 each; an absent array, window, chunk or num_splits is 0
 CALL = np.dtype([(name, "<i8") for name in FIELDS] + [("scale", "<f8"), ("softcap", "<f8")])
 PACKING = "q" * len(FIELDS) + "dd"
-COUNTER = CALL.fields["counter"][1]  # type: ignore[index]
 
 FEW_ROWS = 8  # up to here one sequence's packed rows are worked on by cpu_decode
 CHUNK = 256  # keys of a chunk, at least
 SCRATCH_BYTES = 384 * 1024  # a worker's own memory
+_QUEUE = 64  # bytes between the counters of two workers' queues
 MOST_VECTORS = 4 if WIDTH == 16 else 2  # vectors of query rows in a tile of cpu_prefill
 
 # Part of each kernel's key in Numba's disk cache, which by itself only watches the file a kernel stands in.
@@ -161,8 +163,8 @@ def _planner(source: str) -> tuple[Any, Any, Any]:
         return needed >> 1 << 1
 
     @entry
-    def plan(params: int, kernel: int) -> tuple[int, int, int, int]:
-        """Lay out the items of one kernel in `work` (per sequence: first item, first partial, first ticket).
+    def plan(params: int, kernel: int, workers: int) -> tuple[int, int, int, int]:
+        """Lay out the items of one kernel in `work` (per sequence: first item, first partial, first ticket), empty the workers' queues.
 
         Returns how many items, how many products of a query with a key element at most, and what room they need: float32 of partial
         results, tickets.
@@ -186,13 +188,30 @@ def _planner(source: str) -> tuple[Any, Any, Any]:
                     floats += tiles * chunks * tile * (p.head_dim + 2)
                     tickets += tiles
         p.num_items = items
-        p.counter = 0
+        for worker in range(workers):
+            poke_long(p.queues + _QUEUE * worker, 0)
         return items, cost, floats, tickets
 
     return resolve, kernels_needed, plan
 
 
 resolve, kernels_needed, plan = _planner(SOURCE)
+
+
+@compiled
+def next_item(p: Any, worker: int) -> int:
+    """An item that no worker has taken, -1 when there is none.
+
+    Every worker has an equal share of the items, the same in each call of the same shape, so that what it reads may still be in
+    its own cache; who is done goes on with the others' shares.
+    """
+    for n in range(p.workers):
+        owner = (worker + n) % p.workers
+        begin, end = p.num_items * owner // p.workers, p.num_items * (owner + 1) // p.workers
+        item = begin + fetch_add(p.queues + _QUEUE * owner, 1)
+        if item < end:
+            return int(item)
+    return -1
 
 
 @compiled

@@ -24,9 +24,10 @@ except ImportError:
 
 from .cpu_cache import WRITE_ARRAYS, WRITE_FIELDS, copy_kernel, write_kernel
 from .cpu_decode import decode_kernel
+from .cpu_formats import KV_CODES
 from .cpu_prefill import prefill_kernel
 from .cpu_tiles import allowed
-from .cpu_vector import KV_CODES, call_worker, entry
+from .cpu_vector import call_worker, entry
 from .cpu_work import ARRAYS, FIELDS, PACKING, SCRATCH_BYTES, kernels_needed, plan, resolve
 
 _SERIAL_COST = 1 << 16  # products of a query with a key element; waking threads costs about as much

@@ -8,17 +8,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from .cpu_vector import (
-    ITEM_BYTES,
-    as_pointer,
-    compiled,
-    copy_bytes,
-    fetch_add,
-    peek_float,
-    peek_long,
-    store_row,
-    worker,
-)
+from .cpu_formats import ITEM_BYTES, copy_bytes, store_row
+from .cpu_vector import as_pointer, compiled, fetch_add, peek_float, peek_long, worker
 from .cpu_work import SOURCE
 
 WRITE_FIELDS = (

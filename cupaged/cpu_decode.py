@@ -17,22 +17,17 @@ from typing import Any
 
 from numba import literally
 
+from .cpu_formats import BF16, ITEM_BYTES, READ_FACTOR, accumulate, copy_bytes, join_pairs, split_pairs
 from .cpu_products import largest_of_rows, load_positions, scores, weigh
 from .cpu_vector import (
-    BF16,
-    ITEM_BYTES,
-    READ_FACTOR,
     WIDTH,
-    accumulate,
     add,
     choose,
     compiled,
-    copy_bytes,
     divide,
     exp,
     fetch_add,
     fma,
-    join_pairs,
     load,
     load_ints,
     maximum,
@@ -44,7 +39,6 @@ from .cpu_vector import (
     prefetch,
     select_finite,
     splat,
-    split_pairs,
     store,
     subtract,
     subtract_int,

@@ -16,6 +16,7 @@ import math
 from functools import cache
 from typing import Any
 
+from .cpu_formats import BF16, READ_FACTOR, widen_row
 from .cpu_products import outer
 from .cpu_tiles import (
     GROUP,
@@ -30,8 +31,6 @@ from .cpu_tiles import (
     transpose_values,
 )
 from .cpu_vector import (
-    BF16,
-    READ_FACTOR,
     WIDTH,
     add,
     choose,
@@ -57,10 +56,9 @@ from .cpu_vector import (
     subtract_int,
     tanh,
     to_float,
-    widen_row,
     within,
     worker,
-)  # fmt: skip
+)
 from .cpu_work import (
     MOST_VECTORS,
     SCRATCH_BYTES,

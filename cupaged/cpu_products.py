@@ -15,16 +15,12 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
+from .cpu_formats import BF16, F32, ITEM_BYTES, emit_load, emit_load_pair
 from .cpu_vector import (
-    BF16,
-    F32,
-    ITEM_BYTES,
     LANES,
     WIDTH,
     const,
     emit_fma,
-    emit_load,
-    emit_load_pair,
     emit_maximum,
     emit_prefetch,
     emit_shuffle,

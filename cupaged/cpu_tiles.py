@@ -23,13 +23,13 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from .cpu_formats import copy_bytes
 from .cpu_vector import (
     HOST_FEATURES,
     LANES,
     WIDTH,
     compiled,
     const_int,
-    copy_bytes,
     emit_shuffle,
     int64,
     loop,

@@ -18,6 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from .cpu_formats import narrow_row, widen_row
 from .cpu_vector import (
     WIDTH,
     as_pointer,
@@ -26,13 +27,11 @@ from .cpu_vector import (
     count_up_long,
     entry,
     fetch_add,
-    narrow_row,
     peek_float,
     peek_int,
     peek_long,
     poke_float,
     poke_long,
-    widen_row,
 )
 
 _ADDRESSES = (

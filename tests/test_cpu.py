@@ -23,20 +23,8 @@ from cupaged.arrays import numpy_dtype
 numba = pytest.importorskip("numba", reason="the CPU backend needs numba: pip install 'cupaged[cpu]'")
 
 from cupaged import cpu  # noqa: E402
-from cupaged.cpu_vector import (  # noqa: E402
-    E4M3,
-    E5M2,
-    F16,
-    F32,
-    WIDTH,
-    entry,
-    exp,
-    load,
-    store,
-    store_row,
-    tanh,
-    widen_row,
-)  # fmt: skip
+from cupaged.cpu_formats import E4M3, E5M2, F16, F32, store_row, widen_row  # noqa: E402
+from cupaged.cpu_vector import WIDTH, entry, exp, load, store, tanh  # noqa: E402
 
 FORMATS = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 ROOT = Path(__file__).parent.parent

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +23,7 @@ LAYOUTS = ("HND", "NHD", "classic")
 _ML_DTYPES_NAMES = {"bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(NamedTuple):
     """One checked attention call. Shapes as in `paged_attention`; pages are HND views unless the layout is classic."""
 
     q: Array  # [num_tokens, num_heads, head_dim]
@@ -50,8 +48,7 @@ class Attention:
     lse: Array | None  # [num_tokens, num_heads] float32
 
 
-@dataclass(frozen=True, slots=True)
-class WriteKV:
+class WriteKV(NamedTuple):
     """One checked cache write."""
 
     k: Array  # [num_tokens, num_kv_heads, head_dim]

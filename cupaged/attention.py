@@ -89,17 +89,64 @@ def paged_attention(
     """
     q = as_array(q, "q")
     check_rows(q, "q", "[num_tokens, num_heads, head_dim]")
+    if layout == "classic":
+        raise ValueError("layout: 'classic' pages are read by cupaged.classic.paged_attention_v1 / paged_attention_v2")
+    pages = check_caches(k_cache, v_cache, q, layout, kv_dtype, writing=False)
+    if plan is None:
+        num_blocks, _, block_size, _ = pages[0].shape
+        metadata = metadata_arrays(block_tables, seq_lens, query_start_loc, block_size, num_blocks, window, chunk)
+        # Device metadata are not read back, so the count of rows is only known where it follows from a shape.
+        _, lens, starts = metadata
+        expected = len(lens) if query_start_loc is None else len(q) if is_cupy(starts) else int(starts[-1])
+        if len(q) != expected:
+            source = (
+                "block_tables has rows (no query_start_loc: one query per sequence)"
+                if query_start_loc is None
+                else "query_start_loc ends with"
+            )
+            raise ValueError(f"q: expected {expected} rows, as many as {source}, got {len(q)}")
+    else:
+        metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
+    return attend_pages(
+        q, pages, metadata, plan, scale=scale, causal=causal, window=window, chunk=chunk, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits,
+        out=out, lse=lse, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def attend_pages(
+    q: Array,
+    pages: tuple[Array, Array, str],
+    metadata: tuple[Array, Array, Array],
+    plan: Plan | None,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    k_scale: float | Array = 1.0,
+    v_scale: float | Array = 1.0,
+    num_splits: int | None = None,
+    out: Array | None = None,
+    lse: Array | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`paged_attention` behind the checks that a step's layers share: of caches, of metadata values.
+
+    `q` has passed `check_rows`, `pages` are what `check_caches` returns, and `metadata` are block tables, lengths and query starts.
+    """
     num_tokens, num_heads, head_dim = q.shape
+    k_pages, v_pages, kv_dtype = pages
+    num_blocks, num_kv_heads, block_size, cache_dim = k_pages.shape
     if head_dim % 8 or not 8 <= head_dim <= 256:
         raise ValueError(
             f"q: expected head_dim to be a multiple of 8 from 8 to 256, got {head_dim}; pad head_dim with zeros"
         )
-    if layout == "classic":
-        raise ValueError("layout: 'classic' pages are read by cupaged.classic.paged_attention_v1 / paged_attention_v2")
-    k_pages, v_pages, kv_dtype = check_caches(k_cache, v_cache, q, layout, kv_dtype, writing=False)
-    num_blocks, num_kv_heads, block_size, cache_dim = k_pages.shape
     if cache_dim != head_dim:
-        raise ValueError(f"k_cache: expected head_dim {head_dim} as in q, got {cache_dim}; is layout={layout!r} right?")
+        raise ValueError(f"k_cache: expected head_dim {head_dim} as in q, got {cache_dim}; is the layout right?")
     if num_heads % num_kv_heads:
         raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
     for name, x in (("window", window), ("chunk", chunk), ("num_splits", num_splits)):
@@ -110,34 +157,19 @@ def paged_attention(
     scale = head_dim**-0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-
-    if plan is None:
-        tables, lens, starts = metadata_arrays(
-            block_tables, seq_lens, query_start_loc, block_size, num_blocks, window, chunk
-        )
-    else:
+    if plan is not None:
         if plan.block_size != block_size or plan.num_blocks > num_blocks:
             raise ValueError(
                 f"plan: made for {plan.num_blocks} blocks of {plan.block_size} tokens, but the caches hold {num_blocks} blocks of "
                 f"{block_size}; make the plan with this cache's sizes"
             )
-        plan.check_call(
-            num_tokens,
-            PlanOptions(
-                num_heads, num_kv_heads, head_dim, dtype_name(q), kv_dtype, window, chunk, num_splits, bool(causal)
-            ),
-        )
-        tables, lens, starts = plan.block_tables, plan.seq_lens, plan.query_start_loc
-    # Device metadata are not read back, so the count of rows is only known where it follows from a shape.
-    expected = len(lens) if query_start_loc is None else num_tokens if is_cupy(starts) else int(starts[-1])
-    if plan is None and num_tokens != expected:
-        source = (
-            "block_tables has rows (no query_start_loc: one query per sequence)"
-            if query_start_loc is None
-            else "query_start_loc ends with"
-        )
-        raise ValueError(f"q: expected {expected} rows, as many as {source}, got {num_tokens}")
-
+        plan.check_rows(num_tokens)
+        if plan.options is not None:
+            plan.check_options(
+                PlanOptions(
+                    num_heads, num_kv_heads, head_dim, dtype_name(q), kv_dtype, window, chunk, num_splits, bool(causal)
+                )
+            )
     if out is None:
         out = empty_beside(q, q.shape, q.dtype)
     else:
@@ -149,6 +181,7 @@ def paged_attention(
     elif return_lse:
         lse = empty_beside(q, q.shape[:2], np.float32)
     if num_tokens:
+        tables, lens, starts = metadata
         backend_of(q).paged_attention(
             Attention(
                 q=q, k_pages=k_pages, v_pages=v_pages, block_tables=tables, seq_lens=lens, query_start_loc=starts,
@@ -191,28 +224,44 @@ def write_kv(
         TypeError, ValueError: naming the argument, what was expected and what came; the cache is unchanged then.
     """
     k, v = as_array(k, "k"), as_array(v, "v")
-    for x, name in ((k, "k"), (v, "v")):
-        check_rows(x, name, "[num_tokens, num_kv_heads, head_dim]")
+    check_rows(k, "k", "[num_tokens, num_kv_heads, head_dim]")
+    pages = check_caches(k_cache, v_cache, k, layout, kv_dtype, writing=True)
+    if layout == "classic":
+        num_blocks, _, _, block_size = pages[1].shape
+    else:
+        num_blocks, _, block_size, _ = pages[0].shape
+    slots = check_slots(slot_mapping, len(k), num_blocks * block_size, k)
+    write_pages(k, v, pages, slots, "classic" if layout == "classic" else "HND", k_scale, v_scale)
+
+
+def write_pages(
+    k: Array,
+    v: Array,
+    pages: tuple[Array, Array, str],
+    slots: Array,
+    layout: str = "HND",
+    k_scale: float | Array = 1.0,
+    v_scale: float | Array = 1.0,
+) -> None:
+    """`write_kv` behind the checks that a step's layers share: of caches, of slot values; `k` has passed `check_rows`."""
+    k_pages, v_pages, kv_dtype = pages
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(f"v: expected shape {k.shape} and dtype {k.dtype} as k has, got {v.shape} and {v.dtype}")
-    k_pages, v_pages, kv_dtype = check_caches(k_cache, v_cache, k, layout, kv_dtype, writing=True)
+    check_rows(v, "v", "[num_tokens, num_kv_heads, head_dim]")
     if kv_dtype not in FP8_DTYPES and k.dtype != k_pages.dtype:
         raise TypeError(f"k: expected dtype {k_pages.dtype} as the cache has, got {k.dtype}; cast k and v first")
-    if layout == "classic":
-        num_blocks, num_kv_heads, head_dim, block_size = v_pages.shape
-    else:
-        num_blocks, num_kv_heads, block_size, head_dim = k_pages.shape
+    num_kv_heads = k_pages.shape[1]
+    head_dim = v_pages.shape[2] if layout == "classic" else k_pages.shape[3]
     if k.shape[1:] != (num_kv_heads, head_dim):
         raise ValueError(
-            f"k: expected [num_tokens, {num_kv_heads}, {head_dim}] to match the cache, got {k.shape}; is layout={layout!r} right?"
+            f"k: expected [num_tokens, {num_kv_heads}, {head_dim}] to match the cache, got {k.shape}; is the layout right?"
         )
-    slots = check_slots(slot_mapping, len(k), num_blocks * block_size, k)
     if len(slots):
         backend_of(k, classic=layout == "classic").write_kv(
             WriteKV(
                 k=k, v=v, k_pages=k_pages, v_pages=v_pages, slot_mapping=slots,
                 k_scale=scales(k_scale, "k_scale", num_kv_heads, k), v_scale=scales(v_scale, "v_scale", num_kv_heads, k),
-                kv_dtype=kv_dtype, layout="classic" if layout == "classic" else "HND",
+                kv_dtype=kv_dtype, layout=layout,
             )
         )  # fmt: skip
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FP8_DTYPES, Array, numpy_dtype
-from .attention import backend_of, paged_attention, write_kv
+from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
+from .attention import attend_pages, backend_of, write_pages
+from .checks import check_device, check_rows
 from .plan import Plan, host_int32
 from .steps import Step
 
@@ -97,11 +98,23 @@ class KVCache:
     def _views(self) -> list[tuple[Array, Array]]:
         return [(self.pool[:, layer, 0], self.pool[:, layer, 1]) for layer in range(self.num_layers)]
 
+    @cached_property
+    def _pages(self) -> list[tuple[Array, Array, str]]:
+        """What `check_caches` would return for each layer: the cache made its own arrays, so they need no check."""
+        return [(pages_view(k, self.layout), pages_view(v, self.layout), self.dtype) for k, v in self._views]
+
     def layer(self, layer: int) -> tuple[Array, Array]:
         """`(k_cache, v_cache)` of one layer: strided views in `self.layout`, for `write_kv` and `paged_attention`."""
+        self._check_layer(layer)
+        return self._views[layer]
+
+    def _pages_of(self, layer: int) -> tuple[Array, Array, str]:
+        self._check_layer(layer)
+        return self._pages[layer]
+
+    def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
-        return self._views[layer]
 
     def begin(self, step: Step) -> None:
         """Run the copies of `step`, before its writes. Repeated for the same step it does nothing.
@@ -132,19 +145,24 @@ class KVCache:
         self, layer: int, k: Array, v: Array, step: Step, *, k_scale: float | Array = 1.0, v_scale: float | Array = 1.0
     ) -> None:
         """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
-        k_cache, v_cache = self.layer(layer)
-        write_kv(
-            k, v, k_cache, v_cache, self._plan(step).write_slots,
-            layout=self.layout, k_scale=k_scale, v_scale=v_scale, kv_dtype=self.kv_dtype,
-        )  # fmt: skip
+        slots: Array = self._plan(step).write_slots
+        pages = self._pages_of(layer)
+        k, v = as_array(k, "k"), as_array(v, "v")
+        check_rows(k, "k", "[num_tokens, num_kv_heads, head_dim]")
+        check_device(k, "k", pages[0])
+        check_device(v, "v", pages[0])
+        if len(k) < len(slots):
+            raise ValueError(f"k: expected {len(slots)} rows, as many tokens as the step has, got {len(k)}")
+        write_pages(k, v, pages, slots, k_scale=k_scale, v_scale=v_scale)
 
     def attend(self, layer: int, q: Array, step: Step, **how: Any) -> Any:
         """Attention of this step's queries `[num_tokens, num_heads, head_dim]`; keyword arguments as in `paged_attention`."""
-        k_cache, v_cache = self.layer(layer)
         plan = self._plan(step)
-        return paged_attention(
-            q, k_cache, v_cache, None, None, layout=self.layout, kv_dtype=self.kv_dtype, plan=plan, **how
-        )
+        pages = self._pages_of(layer)
+        q = as_array(q, "q")
+        check_rows(q, "q", "[num_tokens, num_heads, head_dim]")
+        check_device(q, "q", pages[0])
+        return attend_pages(q, pages, (plan.block_tables, plan.seq_lens, plan.query_start_loc), plan, **how)
 
     def _plan(self, step: Step) -> Plan:
         """One plan serves all layers of a step. The allocator made its values, so they need no check."""

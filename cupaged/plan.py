@@ -68,8 +68,8 @@ class Plan:
                 return work.slot_mapping
         return self.slot_mapping
 
-    def check_call(self, num_tokens: int, options: PlanOptions) -> None:
-        """Raise ValueError when a call with these options and query rows is not what the plan was made for."""
+    def check_rows(self, num_tokens: int) -> None:
+        """Raise ValueError when a call has another number of query rows than the plan."""
         if self.bounds is None:
             if num_tokens != self.num_tokens:
                 raise ValueError(f"q: expected {self.num_tokens} rows, as many as the plan has, got {num_tokens}")
@@ -77,7 +77,10 @@ class Plan:
             raise ValueError(
                 f"q: expected {self.num_tokens} (the plan's rows now) to max_tokens = {self.bounds.max_tokens} rows, got {num_tokens}"
             )
-        if self.options is None or self.options == options:
+
+    def check_options(self, options: PlanOptions) -> None:
+        """Raise ValueError when a call has other options than the plan was made for."""
+        if self.options == options:
             return
         for name in PlanOptions.__slots__:
             planned, called = getattr(self.options, name), getattr(options, name)

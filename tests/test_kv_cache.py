@@ -176,6 +176,18 @@ def test_writing_before_begin_is_refused(rng: np.random.Generator) -> None:
             call()
 
 
+def test_fewer_rows_than_the_step_has_are_refused_and_nothing_is_written(rng: np.random.Generator) -> None:
+    first, *_ = forked_steps()
+    cache = small_cache()
+    cache.pool[:] = np.nan
+    cache.begin(first)
+    with pytest.raises(ValueError, match="k: expected 3 rows, as many tokens as the step has, got 2"):
+        cache.write(0, *new_rows(rng, 2), first)
+    with pytest.raises(ValueError, match="q: expected 3 rows, as many as the plan has, got 2"):
+        cache.attend(0, np.ones((2, 4, 8), np.float32), first)
+    assert np.isnan(cache.pool).all()
+
+
 def test_a_step_of_another_geometry_is_refused() -> None:
     for alloc in (BlockAllocator(6, 8), BlockAllocator(7, 4)):
         with pytest.raises(ValueError, match=r"step: its allocator has .* blocks of .* tokens, the cache 6 of 4"):

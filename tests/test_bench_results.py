@@ -1,0 +1,49 @@
+"""Result files and the summary table of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.results import Row, latest, load, save, table
+
+
+def test_ratio_and_part_of_the_limit_say_how_much_faster_than_the_peer_and_how_near_the_limit() -> None:
+    row = Row("cpu-attention", "decode", 200.0, "us", peer=500.0, limit=150.0)
+    assert row.ratio == 2.5
+    assert row.of_limit == 0.75
+    assert Row("control-plane", "grow", 1.0, "us").ratio is None
+
+
+def test_table_has_every_row_under_its_group_and_blanks_for_what_was_not_measured() -> None:
+    rows = [
+        Row("a", "with all", 2.0, "us", peer=30.0, limit=1.0),
+        Row("a", "alone", 12345.6, "ns"),
+        Row("b", "alone", 0.5, "ns"),
+    ]
+    lines = table(rows).splitlines()
+    assert [line.split()[0] for line in lines] == ["work", "a", "with", "alone", "b", "alone"]
+    assert lines[2].split() == ["with", "all", "2", "30", "15x", "1", "50%", "us"]
+    assert lines[3].split() == ["alone", "12346", "ns"]
+
+
+def test_saved_rows_come_back_with_machine_date_and_versions(tmp_path: Path) -> None:
+    rows = [Row("a", "x", 2.0, "us", peer=3.0, more={"gb_s": 4.5}), Row("a", "y", 1.0, "ns")]
+    path = save("figures", rows, "python -m bench.figures", notes={"peer": "other 1.0"}, folder=tmp_path)
+    content, back = load(path)
+    assert back == rows and latest("figures", tmp_path) == path
+    assert content["command"] == "python -m bench.figures" and content["machine"]["cores"] >= 1
+    assert "numpy" in content["versions"] and None not in content["versions"].values()
+    text = path.with_suffix(".txt").read_text()
+    assert text.startswith("# python -m bench.figures\n# " + content["date"]) and "peer other 1.0" in text
+    assert table(rows) in text
+
+
+def test_latest_is_the_newest_date_of_exactly_that_name(tmp_path: Path) -> None:
+    for name in ("cpu-2026-01-02", "cpu-2026-11-01", "cpu-2025-12-31", "cpu-attention-2027-01-01"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": []}))
+    assert latest("cpu", tmp_path).name == "cpu-2026-11-01.json"
+    with pytest.raises(FileNotFoundError, match="no gpu-DATE"):
+        latest("gpu", tmp_path)

@@ -19,9 +19,10 @@ from .commit import adopt, check_tokens
 from .errors import OutOfBlocks
 from .growth import Growth
 from .prefix_cache import CacheEvent, PrefixCache, Tokens
-from .rows import Rows, ranges
+from .rows import Rows
 from .stats import Stats, read_stats
 from .steps import Step
+from .tables import ranges
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class BlockAllocator:
         self.watermark = watermark
         self._reserve = math.ceil(watermark * self.num_blocks)
         self._requests = Rows(self.block_size)
+        self._tables = self._requests.groups[0]
         self._cache = PrefixCache(self.pool, self.block_size, record_events) if prefix_caching else None
         self._growth = Growth(self._requests, self.pool, self._cache)
 
@@ -97,7 +99,7 @@ class BlockAllocator:
                 f"position: expected 0 to {length - 1}, request {id!r} has {length} tokens, got {position}"
             )
         column, offset = divmod(int(position), self.block_size)
-        return int(self._requests.tables[row, column]) * self.block_size + offset
+        return int(self._tables.tables[row, column]) * self.block_size + offset
 
     def stats(self) -> Stats:
         """How the pool is used, at the cost of a few operations on the lengths of all requests."""
@@ -211,7 +213,7 @@ class BlockAllocator:
         else:
             places, owners = ranges(known, counts), np.repeat(np.arange(len(selected)), counts)
         columns = places // self.block_size
-        blocks = requests.at(selected.take(owners), columns).astype(np.int64)
+        blocks = self._tables.at(selected.take(owners), columns).astype(np.int64)
         wrong = self._cache.learn(blocks, places - columns * self.block_size, tokens)
         if len(wrong):
             name = requests.names[selected[owners[wrong[0]]]]
@@ -255,12 +257,12 @@ class BlockAllocator:
         requests.check_new(children)
         targets = requests.vacant(len(children))
         lengths = requests.lengths.take(sources)
-        columns = requests.columns(lengths)
-        self.pool.acquire(requests.flat.take(requests.entries(sources, np.zeros_like(columns), columns)))
-        requests.tables[targets] = requests.tables.take(sources, 0)
+        columns = self._tables.columns(lengths)
+        self.pool.acquire(self._tables.flat.take(self._tables.entries(sources, np.zeros_like(columns), columns)))
+        self._tables.tables[targets] = self._tables.tables.take(sources, 0)
         for values in (requests.lengths, requests.known, requests.root):
             values[targets] = values.take(sources)
-        requests.mark(targets, 0)
+        self._tables.mark(targets, 0)
         requests.bind(children, targets)
 
     def reorder(
@@ -285,7 +287,7 @@ class BlockAllocator:
             return
         targets, origins = selected.take(moved), selected.take(sources.take(moved))
         lengths = requests.lengths.take(selected)
-        window = requests.window(int(requests.columns(lengths).max()) or 1)
+        window = self._tables.window(int(self._tables.columns(lengths).max()) or 1)
         old, new = window[targets], window[origins]
         before, after = old.view(np.int32), new.view(np.int32)
         differs = (before != after).nonzero()[0]  # sharing leaves most entries as they are
@@ -296,7 +298,7 @@ class BlockAllocator:
         window[targets] = new
         for values in (requests.lengths, requests.known, requests.root):
             values[targets] = values.take(origins)
-        requests.mark(targets, 0)
+        self._tables.mark(targets, 0)
 
     # ---- shrinking ----
 
@@ -327,7 +329,7 @@ class BlockAllocator:
             requests.known[selected] = np.minimum(requests.known.take(selected), new)
             column = new // self.block_size
             inside = ((column * self.block_size < new) & (new < old)).nonzero()[0]
-            tails = requests.at(selected.take(inside), column.take(inside))
+            tails = self._tables.at(selected.take(inside), column.take(inside))
             self._cache.truncated(tails, new.take(inside) - column.take(inside) * self.block_size)
 
     def free_request(self, id: Hashable) -> None:
@@ -352,12 +354,14 @@ class BlockAllocator:
             np.array_equal((requests.lengths >= 0).nonzero()[0], live),
             f"rows with a length and no id: {requests.lengths}, {live}",
         )
-        mapped = np.arange(requests.tables.shape[1]) < requests.columns(np.maximum(requests.lengths, 0))[:, None]
-        require(
-            np.array_equal(mapped, requests.tables >= 0),
-            f"tables and lengths disagree: {requests.tables}, {requests.lengths}",
+        mapped = (
+            np.arange(self._tables.tables.shape[1]) < self._tables.columns(np.maximum(requests.lengths, 0))[:, None]
         )
-        held = np.bincount(requests.tables[mapped], minlength=self.num_blocks)
+        require(
+            np.array_equal(mapped, self._tables.tables >= 0),
+            f"tables and lengths disagree: {self._tables.tables}, {requests.lengths}",
+        )
+        held = np.bincount(self._tables.tables[mapped], minlength=self.num_blocks)
         require(
             np.array_equal(held, self.pool.ref_count), f"tables hold {held}, reference counts are {self.pool.ref_count}"
         )
@@ -365,26 +369,25 @@ class BlockAllocator:
             self._cache.check()
             check_tokens(requests, self._cache, live)
         for row in live:
-            table = requests.tables[row][mapped[row]]
+            table = self._tables.tables[row][mapped[row]]
             require(len(np.unique(table)) == len(table), f"row {row} holds a block twice: {table}")
 
     # ---- inside ----
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:
         """Unmap and release the blocks behind `lengths`."""
-        requests = self._requests
-        first, stop = requests.columns(lengths), requests.columns(old)
+        first, stop = self._tables.columns(lengths), self._tables.columns(old)
         cut = (first < stop).nonzero()[0]
         if len(cut):
             first_cut, stop_cut = first.take(cut), stop.take(cut)
-            entries = requests.entries(rows.take(cut), first_cut, stop_cut)
-            self.pool.release(requests.flat.take(entries), stop_cut - first_cut)
-            requests.flat[entries] = -1
-        requests.mark(rows, first)
+            entries = self._tables.entries(rows.take(cut), first_cut, stop_cut)
+            self.pool.release(self._tables.flat.take(entries), stop_cut - first_cut)
+            self._tables.flat[entries] = -1
+        self._tables.mark(rows, first)
 
     def _table(self, row: int) -> list[int]:
         columns = -(-int(self._requests.lengths[row]) // self.block_size)
-        result: list[int] = self._requests.tables[row, :columns].tolist()
+        result: list[int] = self._tables.tables[row, :columns].tolist()
         return result
 
 

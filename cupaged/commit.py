@@ -6,16 +6,18 @@ import numpy as np
 
 from .block_pool import BlockPool, Ints, require
 from .prefix_cache import PrefixCache
-from .rows import Rows, ranges
+from .rows import Rows
+from .tables import ranges
 
 
 def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first: Ints, stop: Ints) -> None:
     """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities, as row by row would."""
+    tables = requests.groups[0]
     counts = stop - first
     one_each = np.count_nonzero(counts == 1) == len(rows)
     owners = np.arange(len(rows)) if one_each else np.repeat(np.arange(len(rows)), counts)
     columns = first if one_each else ranges(first, counts)
-    blocks = requests.at(rows.take(owners), columns).astype(np.int64)
+    blocks = tables.at(rows.take(owners), columns).astype(np.int64)
     if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
         for i in range(len(rows)):  # rows with blocks in common: the first one names them
             here = slice(i, i + 1)
@@ -30,7 +32,7 @@ def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first
     np.not_equal(owners[1:], owners[:-1], out=begins[1:])
     starts = begins.nonzero()[0]
     heads, before = rows.take(owners.take(starts)), columns.take(starts) - 1
-    above = requests.at(heads, np.maximum(before, 0)).astype(np.int64)
+    above = tables.at(heads, np.maximum(before, 0)).astype(np.int64)
     above[before < 0] = -1
     canonical = cache.identify(blocks, columns, starts, above, requests.root.take(heads))
 
@@ -43,27 +45,27 @@ def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first
         cache.join(block, other)
     replaced, of = twins[free], of[free]
     pool.take(0, reuse=canonical.take(replaced))
-    requests.map(of, columns.take(replaced), canonical.take(replaced).astype(np.int32))
+    tables.map(of, columns.take(replaced), canonical.take(replaced).astype(np.int32))
     pool.release(blocks.take(replaced))
-    np.minimum.at(requests.changed, of, columns.take(replaced).astype(np.int32))
-    requests.any_changed = True
+    np.minimum.at(tables.changed, of, columns.take(replaced).astype(np.int32))
+    tables.any_changed = True
 
 
 def check_tokens(requests: Rows, cache: PrefixCache, rows: Ints) -> None:
     """Raises AssertionError unless every committed full block of `rows` has an identity that continues the one before it."""
-    size = requests.block_size
+    size, tables = requests.block_size, requests.groups[0].tables
     for row in rows.tolist():
         known, length = int(requests.known[row]), int(requests.lengths[row])
         require(0 <= known <= length, f"row {row} has {known} committed tokens of {length}")
         for column in range(-(-known // size)):
-            block = int(requests.tables[row, column])
+            block = int(tables[row, column])
             filled = min(size, known - column * size)
             require(
                 cache.filled[block] >= filled,
                 f"row {row}: block {block} knows {cache.filled[block]} of {filled} tokens",
             )
             if filled == size and requests.root[row]:
-                above = cache.serial[requests.tables[row, column - 1]] if column else requests.root[row]
+                above = cache.serial[tables[row, column - 1]] if column else requests.root[row]
                 require(
                     cache.serial[block] > 0, f"row {row}: block {block} in column {column} is full and has no identity"
                 )

@@ -10,8 +10,9 @@ from .block_pool import BlockPool, Ints
 from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .prefix_cache import PrefixCache, Tokens
-from .rows import Rows, ranges
+from .rows import Rows
 from .steps import Step
+from .tables import ranges
 
 _MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
 _NONE: Ints = np.zeros(0, np.int64)
@@ -50,6 +51,7 @@ class Growth:
 
     def __init__(self, requests: Rows, pool: BlockPool, cache: PrefixCache | None) -> None:
         self._requests, self._pool, self._cache = requests, pool, cache
+        self._tables = requests.groups[0]
         self.block_size = requests.block_size
         self.serial = 0  # of the newest step
         self.after = 0  # of the newest step with copies
@@ -64,8 +66,8 @@ class Growth:
             growing, grown = fresh.nonzero()[0], None
             num_blocks = len(growing)
         else:
-            total, have = lengths + counts, self._requests.columns(lengths)
-            fresh = self._requests.columns(total) - have
+            total, have = lengths + counts, self._tables.columns(lengths)
+            fresh = self._tables.columns(total) - have
             growing = fresh.nonzero()[0]
             grown = fresh.take(growing)
             num_blocks = int(grown.sum())
@@ -77,7 +79,7 @@ class Growth:
     def _plan_copies(self, plan: Plan, rows: Ints, lengths: Ints) -> None:
         """Find the sequences that write into a block which stays with others."""
         writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
-        tails = self._requests.at(rows.take(writing), plan.column.take(writing))
+        tails = self._tables.at(rows.take(writing), plan.column.take(writing))
         references = self._pool.ref_count.take(tails)
         shared = (references > 1).nonzero()[0]
         sources = tails.take(shared).astype(np.int64)
@@ -96,7 +98,7 @@ class Growth:
             raise ValueError(f"n: a sequence holds at most 2**31 - 1 tokens, not {longest}")
         columns = -(-longest // self.block_size)
         requests.widen(columns)
-        step = Step(requests, rows, columns, len(rows) if counts is None else int(counts.sum()))
+        step = Step(self._tables, rows, columns, len(rows) if counts is None else int(counts.sum()))
         blocks = pool.take(plan.num_blocks)  # the last thing that can fail; from here on, state changes
 
         step.copies = _NO_COPIES
@@ -106,14 +108,14 @@ class Growth:
             growing, column = plan.growing, plan.growing_column
             if plan.grown is not None:
                 growing, column = np.repeat(growing, plan.grown), ranges(column, plan.grown)
-            requests.map(rows.take(growing), column, blocks)
+            self._tables.map(rows.take(growing), column, blocks)
             step.block_tables.reshape(-1)[growing * columns + column] = blocks
         if self._cache:
             self._cache.filled[blocks] = 0
             if self._cache.cut:
                 writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
                 column = plan.column.take(writing)
-                tails = requests.at(rows.take(writing), column).astype(np.int64)
+                tails = self._tables.at(rows.take(writing), column).astype(np.int64)
                 self._cache.write(tails, lengths.take(writing) - column * self.block_size)
         requests.lengths[rows] = plan.total
         self._finish(step, plan, lengths, counts)
@@ -154,11 +156,11 @@ class Growth:
             raise ValueError(f"token_ids: a sequence holds at most 2**31 - 1 tokens, not {total}")
         columns = max(1, -(-total // size))
         requests.widen(columns)
-        step = Step(requests, row, columns, total - cached)
+        step = Step(self._tables, row, columns, total - cached)
         blocks = pool.take(found.fresh, found.held)  # the last thing that can fail; from here on, state changes
 
         table = np.concatenate((found.hits, blocks)).astype(np.int32)
-        requests.tables[row[0], : len(table)] = step.block_tables[0, : len(table)] = table
+        self._tables.tables[row[0], : len(table)] = step.block_tables[0, : len(table)] = table
         cache.filled[blocks] = 0
         step.copies = _NO_COPIES
         if found.source >= 0:
@@ -170,7 +172,7 @@ class Growth:
         cache.queried_tokens += len(tokens)
         cache.hit_tokens += cached
         requests.lengths[row], requests.known[row], requests.root[row] = total, cached, root
-        requests.mark(row, 0)
+        self._tables.mark(row, 0)
         before, counts = np.array([cached]), np.array([total - cached])
         self._finish(step, Plan(before // size, before + counts, _NONE, _NONE, None, _NONE, _NONE, 0), before, counts)
         step.num_cached[0] = cached
@@ -186,7 +188,7 @@ class Growth:
         column = plan.column.take(plan.copying)
         copies = np.empty((len(first), 2), np.int32)
         copies[:, 0], copies[:, 1] = plan.sources, blocks.take(first)
-        self._requests.map(step.rows.take(plan.copying), column, copies[:, 1])
+        self._tables.map(step.rows.take(plan.copying), column, copies[:, 1])
         step.block_tables[plan.copying, column] = copies[:, 1]
         if self._cache:
             self._cache.copy(plan.sources, copies[:, 1])
@@ -218,4 +220,4 @@ class Growth:
         step.serial, step.after = self.serial, self.after
         if len(step.copies):
             self.after = self.serial
-        step.keep_changes(self._requests, lengths, plan.copying)
+        step.keep_changes(self._tables, self._requests.lengths, lengths, plan.copying)

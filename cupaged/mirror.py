@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .block_pool import Ints, integer
-from .rows import ranges
 from .steps import Delta
+from .tables import ranges
 
 
 class TableMirror:

@@ -55,7 +55,7 @@ def wasted_slots(requests: Rows, pool: BlockPool) -> int:
     rows = (requests.lengths > 0).nonzero()[0]
     lengths = requests.lengths.take(rows)
     column = (lengths - 1) // requests.block_size
-    tails = requests.at(rows, column).astype(np.int64)
+    tails = requests.groups[0].at(rows, column).astype(np.int64)
     filled = lengths - column * requests.block_size
     if pool.sharing:
         order = np.argsort(filled, kind="stable")  # of several owners the one with the most tokens counts

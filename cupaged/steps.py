@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .block_pool import Ints
 from .free_queues import Blocks
-from .rows import UNCHANGED, Rows, ranges
+from .tables import UNCHANGED, BlockTables, ranges
 
 Int32s = npt.NDArray[np.int32]
 
@@ -53,16 +53,16 @@ class Step:
     device: dict[object, Any]
     _before: Ints  # lengths before the step
     _copied: Ints  # sequences whose table entry at that length changed by copy-on-write
-    _marked: Int32s | None  # Rows.changed of this step's rows
+    _marked: Int32s | None  # BlockTables.changed of this step's rows
     _others: Delta | None  # changes of other rows since the step before
 
-    def __init__(self, requests: Rows, rows: Ints, columns: int, num_tokens: int) -> None:
+    def __init__(self, tables: BlockTables, rows: Ints, columns: int, num_tokens: int) -> None:
         """Take the tables of `rows` and leave room for the rest; the allocator fills it in."""
         n = len(rows)
         slots = n * columns + (n * columns & 1)  # int64 values start at an even place
         lens = slots + 2 * num_tokens
         size = lens + 2 * n + 1
-        packed = requests.snapshot(rows, columns, size - n * columns)[:size]
+        packed = tables.snapshot(rows, columns, size - n * columns)[:size]
         self.packed = packed
         self.block_tables = packed[: n * columns].reshape(n, columns)
         self.slot_mapping = packed[slots:lens].view(np.int64)
@@ -71,25 +71,23 @@ class Step:
         self.rows = rows.copy()
         self.device = {}
 
-    def keep_changes(self, requests: Rows, before: Ints, copied: Ints) -> None:
-        """Note what `delta` will tell, and clear the marks: `before` are the lengths before the step."""
+    def keep_changes(self, tables: BlockTables, lengths: Ints, before: Ints, copied: Ints) -> None:
+        """Note what `delta` will tell, and clear the marks: `before` are the lengths before the step, `lengths` those of all rows now."""
         self._before, self._copied = before, copied
         self._marked = self._others = None
-        if not requests.any_changed:
+        if not tables.any_changed:
             return
-        self._marked = requests.changed.take(self.rows)
-        requests.changed[self.rows] = UNCHANGED
-        requests.any_changed = False
-        rows = (requests.changed != UNCHANGED).nonzero()[0]
+        self._marked = tables.changed.take(self.rows)
+        tables.changed[self.rows] = UNCHANGED
+        tables.any_changed = False
+        rows = (tables.changed != UNCHANGED).nonzero()[0]
         if not len(rows):
             return
-        lengths = np.maximum(requests.lengths[rows], 0)
-        columns = requests.columns(lengths)
-        first = np.minimum(requests.changed[rows], columns)
-        self._others = Delta(
-            self.serial, rows, lengths, first, requests.flat.take(requests.entries(rows, first, columns))
-        )
-        requests.changed[rows] = UNCHANGED
+        now = np.maximum(lengths[rows], 0)
+        columns = tables.columns(now)
+        first = np.minimum(tables.changed[rows], columns)
+        self._others = Delta(self.serial, rows, now, first, tables.flat.take(tables.entries(rows, first, columns)))
+        tables.changed[rows] = UNCHANGED
 
     @property
     def delta(self) -> Delta:

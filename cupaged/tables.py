@@ -1,0 +1,101 @@
+"""Block tables of one group of layers, and what changed in them since the last step.
+
+A table is a row of one `[rows, columns] int32` array, -1 where no block is mapped; rows and columns grow by half when they run out,
+so that no step pays for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .block_pool import Ints
+from .free_queues import Blocks
+
+UNCHANGED = np.iinfo(np.int32).max
+
+
+class BlockTables:
+    """The tables of all requests. Methods trust their caller."""
+
+    def __init__(self, block_size: int, rows: int) -> None:
+        self.block_size = block_size
+        self.tables = np.full((rows, 8), -1, np.int32)  # [rows, columns]
+        self.flat = self.tables.reshape(-1)  # the same memory
+        self.changed = np.full(
+            rows, UNCHANGED, np.int32
+        )  # first column that may differ from what the last step reported
+        self.any_changed = False
+        self._window: npt.NDArray[Any] = self.tables[:, 0]  # see `window`
+        self._window_columns = 0
+
+    def columns(self, lengths: Ints) -> Ints:
+        """Table columns that `lengths [n]` tokens need."""
+        result: Ints = (lengths + (self.block_size - 1)) // self.block_size
+        return result
+
+    def widen(self, columns: int) -> None:
+        """Make room for `columns` in every table."""
+        rows, width = self.tables.shape
+        if columns > width:
+            wide = np.full((rows, max(columns, width + width // 2)), -1, np.int32)
+            wide[:, :width] = self.tables
+            self.tables, self.flat = wide, wide.reshape(-1)
+
+    def at(self, rows: Ints, columns: Ints) -> Blocks:
+        """Block ids `[n]` at `(rows[i], columns[i])`."""
+        return self.flat.take(rows * self.tables.shape[1] + columns)
+
+    def map(self, rows: Ints, columns: Ints, blocks: Blocks) -> None:
+        """Set the entries at `(rows[i], columns[i])`."""
+        self.flat[rows * self.tables.shape[1] + columns] = blocks
+
+    def entries(self, rows: Ints, first: Ints, stop: Ints) -> Ints:
+        """Indices into `flat` of columns `[first[i], stop[i])` of `rows[i]`, row after row."""
+        return ranges(rows * self.tables.shape[1] + first, stop - first)
+
+    def snapshot(self, rows: Ints, columns: int, extra: int) -> Blocks:
+        """The first `columns` columns of `rows`, row after row, then room for `extra` more values: one contiguous piece.
+
+        A row is read as one element of `columns * 4` bytes, in a single gather that needs no index per entry.
+        """
+        padded = np.zeros(len(rows) + -(-extra // columns), np.int64)
+        padded[: len(rows)] = rows
+        return self.window(columns)[padded].view(np.int32)
+
+    def window(self, columns: int) -> npt.NDArray[np.void]:
+        """The first `columns` columns of every row, each row one element: a view `[rows]`."""
+        if columns != self._window_columns or self._window.base is not self.tables:
+            kind = np.dtype((np.void, columns * 4))
+            self._window = np.ndarray(len(self.tables), kind, self.tables, strides=self.tables.strides[:1])
+            self._window_columns = columns
+        return self._window
+
+    def mark(self, rows: Ints, columns: Ints | int) -> None:
+        """Note that `rows` may differ from `columns` on, for the next step's delta."""
+        self.changed[rows] = np.minimum(self.changed.take(rows), columns)
+        self.any_changed = True
+
+    def add_rows(self, count: int) -> None:
+        """Make room for `count` rows in all."""
+        old, width = self.tables.shape
+        tables = np.full((count, width), -1, np.int32)
+        tables[:old] = self.tables
+        self.tables, self.flat = tables, tables.reshape(-1)
+        self.changed = extended(self.changed, count, UNCHANGED)
+
+
+def ranges(starts: Ints, counts: Ints) -> Ints:
+    """`starts[0], starts[0] + 1, ...` with `counts[0]` values, then those of `starts[1]`, and so on."""
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - ends + counts, counts) + np.arange(total)
+
+
+def extended(array: npt.NDArray[Any], size: int, fill: int) -> npt.NDArray[Any]:
+    """`array [n]` and then `fill`, up to `size` values."""
+    result = np.full(size, fill, array.dtype)
+    result[: len(array)] = array
+    return result

@@ -18,7 +18,8 @@ from .free_queues import Blocks, FreeQueue, LruQueue
 Ints = npt.NDArray[np.int64]
 
 _NONE: Ints = np.zeros(0, np.int64)
-_ONE = np.int32(1)  # ufunc.at is twenty times slower with an operand of another dtype
+_INT64 = np.dtype(np.int64)
+_ONE = np.array(1, np.int32)  # ufunc.at is twenty times slower with an operand of another dtype
 
 
 class BlockPool:
@@ -60,14 +61,14 @@ class BlockPool:
     @property
     def sharing(self) -> bool:
         """Whether any block has more than one reference."""
-        return self.references > self.num_used
+        return self.references > self.num_blocks - self._queue.count - (self._cached.count if self._cached else 0)
 
     def free(self) -> Blocks:
         """Ids of the free blocks in the order in which `take` hands them out, a copy `[num_free] int32`."""
         plain = self._queue.to_array()
         return np.concatenate((plain, self._cached.to_array())) if self._cached else plain
 
-    def take(self, count: int, reuse: npt.ArrayLike = ()) -> Blocks:
+    def take(self, count: int, reuse: npt.ArrayLike | None = None) -> Blocks:
         """Hand out `count` blocks from the front of the queues, one reference each: `[count] int32`.
 
         Blocks of `reuse [m]` are not handed out but get a reference too, free ones with an identity among them.
@@ -75,7 +76,7 @@ class BlockPool:
         """
         count = integer(count, "count", 0)
         kept = idle = _NONE
-        if np.size(reuse):
+        if reuse is not None and np.size(reuse):
             kept = self._ids(reuse)
             idle = kept[self.ref_count.take(kept) == 0]
             idle = idle[self.last_of_each(idle)]
@@ -93,7 +94,7 @@ class BlockPool:
             victims = self._cached.pop(count - plain)
             self._forget(victims)
             blocks = np.concatenate((blocks, victims))
-        self.ref_count[blocks] = 1
+        self.ref_count[blocks.astype(np.int64)] = _ONE  # an index of another type costs more than its conversion
         self.references += count + len(kept)
         return blocks
 
@@ -196,6 +197,8 @@ class BlockPool:
 
 def integer(value: Any, name: str, low: int, high: int | None = None) -> int:
     """`value` as an int of at least `low` and at most `high`; raises ValueError, or TypeError when it is no integer."""
+    if type(value) is int and value >= low and high is None:
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: expected an integer, got {value!r}")
     if value < low or (high is not None and value > high):
@@ -207,7 +210,7 @@ def integer(value: Any, name: str, low: int, high: int | None = None) -> int:
 def integers(values: npt.ArrayLike, name: str) -> Ints:
     """`values` as an `[n] int64` array; raises TypeError for other dtypes and ValueError for other shapes."""
     array = np.asarray(values)
-    if array.dtype == np.int64 and array.ndim == 1:
+    if array.dtype == _INT64 and array.ndim == 1:
         return array
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integers, got dtype {array.dtype}")

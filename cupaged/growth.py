@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from .block_pool import BlockPool, Ints
+from .decode_step import DecodeStep
 from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .prefix_cache import PrefixCache, Tokens
-from .rows import Rows
+from .rows import MAX_TOKENS, Rows
 from .steps import Step
 from .tables import ranges
 
-_MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
 _NONE: Ints = np.zeros(0, np.int64)
 _NO_COPIES: Blocks = np.zeros((0, 2), np.int32)
 
@@ -53,6 +53,7 @@ class Growth:
         self._requests, self._pool, self._cache = requests, pool, cache
         self._tables = requests.groups[0]
         self.block_size = requests.block_size
+        self._decode = DecodeStep(requests, pool)
         self.serial = 0  # of the newest step
         self.after = 0  # of the newest step with copies
         self.copies = 0  # of all steps
@@ -90,11 +91,17 @@ class Growth:
     def extend(self, rows: Ints, lengths: Ints, counts: Ints | None, reserve: int = 0) -> Step:
         """`counts` more tokens (None: one each) for `rows`, which have `lengths`; leaves `reserve` blocks free."""
         requests, pool = self._requests, self._pool
+        if counts is None and len(rows) and not pool.sharing and not (self._cache and self._cache.cut):
+            step, blocks = self._decode.extend(rows, lengths)
+            if self._cache:
+                self._cache.filled[blocks] = 0
+            self._number(step, lengths, _NONE)
+            return step
         plan = self.plan(rows, lengths, counts)
         if plan.num_blocks and plan.num_blocks + reserve > pool.num_free:
             raise OutOfBlocks(plan.num_blocks, max(pool.num_free - reserve, 0))
         longest = int(plan.total.max(initial=1))
-        if longest > _MAX_TOKENS:
+        if longest > MAX_TOKENS:
             raise ValueError(f"n: a sequence holds at most 2**31 - 1 tokens, not {longest}")
         columns = -(-longest // self.block_size)
         requests.widen(columns)
@@ -152,7 +159,7 @@ class Growth:
         assert cache is not None
         found = self.look_up(root, tokens, n, reserve)
         cached, total = found.cached, found.total
-        if total > _MAX_TOKENS:
+        if total > MAX_TOKENS:
             raise ValueError(f"token_ids: a sequence holds at most 2**31 - 1 tokens, not {total}")
         columns = max(1, -(-total // size))
         requests.widen(columns)
@@ -214,10 +221,13 @@ class Growth:
         np.multiply(step.block_tables.reshape(-1).take(entry) - entry, size, out=step.slot_mapping)
         step.slot_mapping += token
         step.seq_lens[:] = plan.total
-        step.num_cached = np.zeros(n, np.int32)
-        step.block_size, step.num_blocks = size, self._pool.num_blocks
+        self._number(step, lengths, plan.copying)
+
+    def _number(self, step: Step, lengths: Ints, copying: Ints) -> None:
+        step.num_cached = np.zeros(len(lengths), np.int32)
+        step.block_size, step.num_blocks = self.block_size, self._pool.num_blocks
         self.serial += 1
         step.serial, step.after = self.serial, self.after
         if len(step.copies):
             self.after = self.serial
-        step.keep_changes(self._tables, self._requests.lengths, lengths, plan.copying)
+        step.keep_changes(self._tables, self._requests.lengths, lengths, copying)

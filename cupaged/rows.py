@@ -13,6 +13,8 @@ import numpy.typing as npt
 from .block_pool import Ints, integers
 from .tables import BlockTables, extended
 
+MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
+
 
 class Rows:
     """The requests of one allocator. Methods that check raise with nothing changed; the others trust their caller."""

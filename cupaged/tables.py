@@ -24,12 +24,14 @@ class BlockTables:
         self.block_size = block_size
         self.tables = np.full((rows, 8), -1, np.int32)  # [rows, columns]
         self.flat = self.tables.reshape(-1)  # the same memory
+        self.width = np.array(8)  # columns
         self.changed = np.full(
             rows, UNCHANGED, np.int32
         )  # first column that may differ from what the last step reported
         self.any_changed = False
         self._window: npt.NDArray[Any] = self.tables[:, 0]  # see `window`
         self._window_columns = 0
+        self._padding = np.zeros(0, np.int64)
 
     def columns(self, lengths: Ints) -> Ints:
         """Table columns that `lengths [n]` tokens need."""
@@ -42,7 +44,7 @@ class BlockTables:
         if columns > width:
             wide = np.full((rows, max(columns, width + width // 2)), -1, np.int32)
             wide[:, :width] = self.tables
-            self.tables, self.flat = wide, wide.reshape(-1)
+            self.tables, self.flat, self.width = wide, wide.reshape(-1), np.array(wide.shape[1])
 
     def at(self, rows: Ints, columns: Ints) -> Blocks:
         """Block ids `[n]` at `(rows[i], columns[i])`."""
@@ -61,9 +63,10 @@ class BlockTables:
 
         A row is read as one element of `columns * 4` bytes, in a single gather that needs no index per entry.
         """
-        padded = np.zeros(len(rows) + -(-extra // columns), np.int64)
-        padded[: len(rows)] = rows
-        return self.window(columns)[padded].view(np.int32)
+        padding = -(-extra // columns)
+        if padding > len(self._padding):
+            self._padding = np.zeros(2 * padding, np.int64)
+        return self.window(columns)[np.concatenate((rows, self._padding[:padding]))].view(np.int32)
 
     def window(self, columns: int) -> npt.NDArray[np.void]:
         """The first `columns` columns of every row, each row one element: a view `[rows]`."""

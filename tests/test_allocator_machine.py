@@ -63,7 +63,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.bomb = False
         self.alloc.pool.take = self._take  # type: ignore[method-assign]
 
-    def _take(self, count: int, reuse: Any = ()) -> Any:
+    def _take(self, count: int, reuse: Any = None) -> Any:
         self.takes += 1
         if self.bomb:
             raise Bomb

@@ -12,7 +12,7 @@ endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test fuzz bench gpu-check lint format typecheck wheel clean
+.PHONY: help demo test fuzz bench gpu-check lint format typecheck wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,7 +49,13 @@ typecheck: $(call env,dev)  ## mypy, strict
 	$(PY) -m mypy
 
 wheel: $(call env,dev)  ## build wheel and sdist into dist/
+	rm -rf dist
 	$(PY) -m build --outdir dist
+
+wheel-check: wheel  ## install the wheel into an environment of its own, compile every kernel there and run a smoke test
+	rm -rf build/wheel-check && python3 -m venv build/wheel-check
+	build/wheel-check/bin/python -m pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[cpu,cuda12x]"
+	cd build && PYTHONPATH= wheel-check/bin/python -I ../tests/wheel_smoke.py
 
 clean:  ## remove what was built, the environment too
 	rm -rf .venv .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

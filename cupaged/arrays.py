@@ -96,8 +96,8 @@ def is_cupy(x: object) -> bool:
 def as_array(x: Any, name: str) -> Array:
     """`x` as a NumPy or CuPy array, without a copy where the exchange protocols allow it.
 
-    Device arrays come through `__cuda_array_interface__` or DLPack, host arrays through DLPack or `__array__` (which carries bfloat16).
-    Raises TypeError when `x` offers none of them.
+    Device arrays come through `__cuda_array_interface__` or DLPack, host arrays through DLPack or `__array__`. Raises TypeError when `x`
+    offers none of them, or refuses (a tensor that records gradients does).
     """
     if isinstance(x, np.ndarray) or is_cupy(x):
         return x
@@ -105,18 +105,33 @@ def as_array(x: Any, name: str) -> Array:
         import cupy
 
         return cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
-    if hasattr(x, "__dlpack__"):
-        try:
-            return np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError):  # dtypes NumPy does not exchange, bfloat16 first among them
-            if not hasattr(x, "__array__"):
-                raise
-    if hasattr(x, "__array__"):
-        return np.asarray(x)
+    try:
+        if hasattr(x, "__dlpack__"):
+            try:
+                return np.from_dlpack(x)
+            except (BufferError, RuntimeError, TypeError):  # dtypes NumPy does not exchange, bfloat16 first among them
+                if (found := _bfloat16(x)) is not None:
+                    return found
+                if not hasattr(x, "__array__"):
+                    raise
+        if hasattr(x, "__array__"):
+            return np.asarray(x)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise TypeError(f"{name}: NumPy cannot read this {type(x).__name__}: {error}") from error
     raise TypeError(
         f"{name}: expected an array (NumPy, CuPy, or anything with __dlpack__, __cuda_array_interface__ or __array__), "
         f"got {type(x).__name__}"
     )
+
+
+def _bfloat16(x: Any) -> Array | None:
+    """`x` through DLPack if that is how it holds bfloat16."""
+    from .dlpack import bfloat16_from_dlpack
+
+    try:
+        return bfloat16_from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError):
+        return None
 
 
 def _on_cuda(x: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from .block_pool import BlockPool, Ints, integer, integers, require
 from .commit import adopt, check_tokens
 from .errors import OutOfBlocks
 from .growth import Growth
+from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache, Tokens
 from .rows import Rows
 from .stats import Stats, read_stats
@@ -33,9 +35,11 @@ class BlockAllocator:
     Ids are any hashable values; `rows` gives ints in their place, which are faster. `watermark` is the share of the pool that
     `add_request` leaves free for the growth of those that are there; growth itself may use it. With `prefix_caching` a request that
     comes with its token ids finds the blocks of those that `commit` made known; `record_events` keeps `take_events` informed.
+    `host_blocks` is how many blocks `evict` can keep in host memory.
 
     Errors, with nothing changed: OutOfBlocks (a MemoryError) when blocks run out, KeyError for an unknown id or a new one in use,
-    ValueError for a request named twice in one call and for counts and lengths out of range, TypeError for wrong types.
+    ValueError for a request named twice in one call, for an evicted one, and for counts and lengths out of range, TypeError for
+    wrong types.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class BlockAllocator:
         prefix_caching: bool = False,
         watermark: float = 0.0,
         record_events: bool = False,
+        host_blocks: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = integer(block_size, "block_size", 1)
@@ -57,6 +62,8 @@ class BlockAllocator:
         self._tables = self._requests.groups[0]
         self._cache = PrefixCache(self.pool, self.block_size, record_events) if prefix_caching else None
         self._growth = Growth(self._requests, self.pool, self._cache)
+        host_blocks = integer(host_blocks, "host_blocks", 0)
+        self._preemption = Preemption(self._requests, self.pool, self._cache, self._growth, host_blocks)
 
     # ---- what is there ----
 
@@ -78,17 +85,27 @@ class BlockAllocator:
 
     @property
     def tables(self) -> Mapping[Hashable, list[int]]:
-        """Block ids of each request, by id, read when looked up."""
+        """Block ids of each request, by id, read when looked up; none of an evicted one."""
         return _View(self._requests, self._table)
 
     @property
     def lengths(self) -> Mapping[Hashable, int]:
         """Tokens of each request, by id, read when looked up."""
-        return _View(self._requests, lambda row: int(self._requests.lengths[row]))
+        return _View(self._requests, self._length)
+
+    @property
+    def evicted(self) -> list[Hashable]:
+        """Ids of the evicted requests, the one that was evicted first at the front."""
+        return list(self._requests.evicted)
+
+    @property
+    def host_pool(self) -> BlockPool:
+        """The host blocks that `evict` fills."""
+        return self._preemption.pool
 
     def rows(self, ids: Iterable[Hashable]) -> Ints:
         """Rows `[n] int64` of `ids`: stable until the request is freed, accepted as `rows=` in place of ids."""
-        return self._requests.of(ids)
+        return self._requests.of_any(ids)
 
     def physical_slot(self, id: Hashable, position: int) -> int:
         """`block * block_size + offset` of token `position`; raises IndexError outside `[0, length)`."""
@@ -103,7 +120,7 @@ class BlockAllocator:
 
     def stats(self) -> Stats:
         """How the pool is used, at the cost of a few operations on the lengths of all requests."""
-        return read_stats(self._requests, self.pool, self._growth.copies, self._cache)
+        return read_stats(self._requests, self.pool, self._growth.copies, self._cache, self._preemption)
 
     # ---- growth ----
 
@@ -232,6 +249,7 @@ class BlockAllocator:
             self._cache.clear()
             self.pool.forsake()
             self._requests.root.fill(0)
+            self._preemption.forget_identities()
 
     def take_events(self) -> list[CacheEvent]:
         """What the prefix cache stored, removed and cleared since the last call, in order (`record_events=True`)."""
@@ -339,10 +357,46 @@ class BlockAllocator:
     def free_batch(self, ids: Iterable[Hashable] | None = None, *, rows: npt.ArrayLike | None = None) -> None:
         """Forget requests, as `free_request` would one after the other: a block enters the queue at its last release."""
         requests = self._requests
-        selected = requests.select(ids, rows)
+        selected = requests.select_any(ids, rows)
         lengths = requests.lengths.take(selected)
+        if requests.evicted:
+            away = lengths < 0
+            self._preemption.free(selected[away])
+            lengths[away] = 0
         self._release(selected, np.zeros_like(lengths), lengths)
         requests.unbind(selected)
+
+    # ---- leaving for a while ----
+
+    def evict(
+        self, ids: Iterable[Hashable] | None = None, *, rows: npt.ArrayLike | None = None, hold: bool = False
+    ) -> Step:
+        """Send the blocks of requests to host blocks (step.swap_out) and release them, all or nothing, until `restore` or a free.
+
+        What these requests share among themselves is kept once, and is shared again if they are restored in one call; what they
+        share with others stays with those. The step has a row without tokens for each request. It runs like any other, after the
+        writes of the steps before it, so that later steps may use the blocks at once. For swaps on another stream, `hold` keeps
+        the blocks out of the pool until `release_swapped`. Raises OutOfBlocks when too few host blocks are free.
+        """
+        return self._preemption.evict(self._requests.select(ids, rows), hold)
+
+    def restore(
+        self, ids: Iterable[Hashable] | None = None, *, rows: npt.ArrayLike | None = None, hold: bool = False
+    ) -> Step:
+        """Bring evicted requests back, all or nothing: blocks are taken and filled from the host (step.swap_in).
+
+        Blocks whose content the prefix cache has are shared instead, and those that had an identity have one again. The step is
+        that of `grow_batch(ids, 0)`. The watermark does not count. `hold` keeps the host blocks until `release_swapped`.
+        Raises OutOfBlocks when too few blocks are free, ValueError for a request that is not evicted.
+        """
+        return self._preemption.restore(self._preemption.select(ids, rows), hold)
+
+    def release_swapped(self, step: Step) -> None:
+        """The swaps of `step`, made by `evict` or `restore` with `hold=True`, are done: their sources go back to their pool.
+
+        Call it when the event after `cache.begin(step)` on the other stream has happened. Raises ValueError when the step holds nothing.
+        """
+        self._preemption.release(step)
 
     def check(self) -> None:
         """Verify every invariant of tables, lengths, references and free queue; raises AssertionError that says what broke."""
@@ -361,10 +415,11 @@ class BlockAllocator:
             np.array_equal(mapped, self._tables.tables >= 0),
             f"tables and lengths disagree: {self._tables.tables}, {requests.lengths}",
         )
-        held = np.bincount(self._tables.tables[mapped], minlength=self.num_blocks)
+        held = np.bincount(self._tables.tables[mapped], minlength=self.num_blocks) + self._preemption.held(self.pool)
         require(
             np.array_equal(held, self.pool.ref_count), f"tables hold {held}, reference counts are {self.pool.ref_count}"
         )
+        self._preemption.check()
         if self._cache:
             self._cache.check()
             check_tokens(requests, self._cache, live)
@@ -376,17 +431,14 @@ class BlockAllocator:
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:
         """Unmap and release the blocks behind `lengths`."""
-        first, stop = self._tables.columns(lengths), self._tables.columns(old)
-        cut = (first < stop).nonzero()[0]
-        if len(cut):
-            first_cut, stop_cut = first.take(cut), stop.take(cut)
-            entries = self._tables.entries(rows.take(cut), first_cut, stop_cut)
-            self.pool.release(self._tables.flat.take(entries), stop_cut - first_cut)
-            self._tables.flat[entries] = -1
-        self._tables.mark(rows, first)
+        self.pool.release(*self._tables.cut(rows, lengths, old))
+
+    def _length(self, row: int) -> int:
+        length = int(self._requests.lengths[row])
+        return length if length >= 0 else self._preemption.length(row)
 
     def _table(self, row: int) -> list[int]:
-        columns = -(-int(self._requests.lengths[row]) // self.block_size)
+        columns = -(-max(int(self._requests.lengths[row]), 0) // self.block_size)
         result: list[int] = self._tables.tables[row, :columns].tolist()
         return result
 
@@ -398,13 +450,13 @@ class _View(Mapping[Hashable, T], Generic[T]):
         self._requests, self._read = requests, read
 
     def __getitem__(self, id: Hashable) -> T:
-        return self._read(self._requests.row(id))
+        return self._read(self._requests.row_any(id))
 
     def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._requests.row_of)
+        return chain(self._requests.row_of, self._requests.evicted)
 
     def __len__(self) -> int:
-        return len(self._requests.row_of)
+        return len(self._requests.row_of) + len(self._requests.evicted)
 
     def __repr__(self) -> str:
         return repr(dict(self))

@@ -344,3 +344,11 @@ class _Reference:
     @staticmethod
     def copy_blocks(pool: Array, copies: Array) -> None:
         pool[copies[:, 1]] = pool[copies[:, 0]]
+
+    @staticmethod
+    def host_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return np.empty(shape, dtype)
+
+    @staticmethod
+    def swap_blocks(src: Array, dst: Array, pairs: Array) -> None:
+        dst[pairs[:, 1]] = src[pairs[:, 0]]

@@ -152,7 +152,7 @@ class BlockPool:
         if self._cached:
             self._queue.push(self._cached.pop(self._cached.count))
 
-    def last_of_each(self, ids: Ints) -> npt.NDArray[np.bool_]:
+    def last_of_each(self, ids: Ints | Blocks) -> npt.NDArray[np.bool_]:
         """For each element of `ids [n]` whether it is the last one with its value, `[n] bool`."""
         order = np.arange(len(ids), dtype=np.int32)
         self._stamp[ids] = order

@@ -10,8 +10,13 @@ from .rows import Rows
 from .tables import ranges
 
 
-def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first: Ints, stop: Ints) -> None:
-    """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities, as row by row would."""
+def adopt(
+    requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first: Ints, stop: Ints, replace: bool = True
+) -> None:
+    """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities, as row by row would.
+
+    A block whose identity another one has gives way to that one where it can, unless `replace` is False.
+    """
     tables = requests.groups[0]
     counts = stop - first
     one_each = np.count_nonzero(counts == 1) == len(rows)
@@ -21,7 +26,7 @@ def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first
     if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
         for i in range(len(rows)):  # rows with blocks in common: the first one names them
             here = slice(i, i + 1)
-            adopt(requests, pool, cache, rows[here], first[here], stop[here])
+            adopt(requests, pool, cache, rows[here], first[here], stop[here], replace)
         return
     unnamed = (cache.serial.take(blocks) == 0).nonzero()[0]  # others may have named the first of a row's blocks
     if len(unnamed) < len(blocks):
@@ -40,10 +45,16 @@ def adopt(requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first
     if not len(twins):
         return
     of = rows.take(owners.take(twins))
-    free = (pool.ref_count.take(blocks.take(twins)) == 1) & (requests.known.take(of) == requests.lengths.take(of))
+    free = (
+        (pool.ref_count.take(blocks.take(twins)) == 1)
+        & (requests.known.take(of) == requests.lengths.take(of))
+        & replace
+    )
     for block, other in zip(blocks[twins[~free]].tolist(), canonical[twins[~free]].tolist(), strict=True):
         cache.join(block, other)
     replaced, of = twins[free], of[free]
+    if not len(replaced):
+        return
     pool.take(0, reuse=canonical.take(replaced))
     tables.map(of, columns.take(replaced), canonical.take(replaced).astype(np.int32))
     pool.release(blocks.take(replaced))

@@ -162,6 +162,17 @@ def copy_blocks(pool: Array, copies: Array) -> None:
     run(int(copy_kernel().address), address(params), 1 if len(copies) == 1 else numba.get_num_threads())
 
 
+def host_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Memory for swapped blocks."""
+    return np.empty(shape, dtype)
+
+
+def swap_blocks(src: Array, dst: Array, pairs: Array) -> None:
+    """`dst[pairs[n, 1]] = src[pairs[n, 0]]` for all n; no destination repeats."""
+    for source, target in pairs.tolist():
+        dst[target] = src[source]
+
+
 def merge_states(outs: Array, lses: Array, sinks: Array | None, out: Array, lse: Array) -> None:
     """Combine partial results `outs [parts, tokens, heads, head_dim]`, `lses [parts, tokens, heads]` into `out`, `lse`."""
     parts, head_dim = len(outs), outs.shape[-1]

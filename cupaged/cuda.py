@@ -6,6 +6,7 @@ executor of the tests); host metadata are plain `numpy.ndarray` and are uploaded
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,10 @@ class Backend:
     def copy_blocks(self, pool: Array, copies: Array) -> None:
         """`pool[dst] = pool[src]` for every row (src, dst) of the host array `copies`, in one launch for up to 448 of them."""
         self._copy(pool, pool, np.asarray(copies))
+
+    def host_pages(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Pinned host memory for swapped blocks."""
+        return self.launcher.pinned(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def swap_blocks(self, src: Array, dst: Array, pairs: Array) -> None:
         """`dst[to] = src[from]` between a pool on the device and one in pinned host memory, in either direction.

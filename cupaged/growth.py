@@ -16,7 +16,6 @@ from .steps import Step
 from .tables import ranges
 
 _NONE: Ints = np.zeros(0, np.int64)
-_NO_COPIES: Blocks = np.zeros((0, 2), np.int32)
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class Growth:
         self.block_size = requests.block_size
         self._decode = DecodeStep(requests, pool)
         self.serial = 0  # of the newest step
-        self.after = 0  # of the newest step with copies
+        self.after = 0  # of the newest step with copies or swaps
         self.copies = 0  # of all steps
 
     def plan(self, rows: Ints, lengths: Ints, counts: Ints | None) -> Plan:
@@ -108,7 +107,6 @@ class Growth:
         step = Step(self._tables, rows, columns, len(rows) if counts is None else int(counts.sum()))
         blocks = pool.take(plan.num_blocks)  # the last thing that can fail; from here on, state changes
 
-        step.copies = _NO_COPIES
         if len(plan.copying):
             step.copies, blocks = self._copy_on_write(plan, step, blocks)
         if len(blocks):
@@ -169,7 +167,6 @@ class Growth:
         table = np.concatenate((found.hits, blocks)).astype(np.int32)
         self._tables.tables[row[0], : len(table)] = step.block_tables[0, : len(table)] = table
         cache.filled[blocks] = 0
-        step.copies = _NO_COPIES
         if found.source >= 0:
             step.copies = np.array([[found.source, blocks[0]]], np.int32)
             cache.copy(step.copies[:, 0], step.copies[:, 1])
@@ -184,6 +181,13 @@ class Growth:
         self._finish(step, Plan(before // size, before + counts, _NONE, _NONE, None, _NONE, _NONE, 0), before, counts)
         step.num_cached[0] = cached
         return step
+
+    def finish_still(self, step: Step, lengths: Ints) -> None:
+        """Finish a step without new tokens, whose sequences had no blocks before and have `lengths` now."""
+        none = np.zeros_like(lengths)
+        self._finish(step, Plan(none, lengths, _NONE, _NONE, None, _NONE, _NONE, 0), none, none)
+        if len(step.swap_out) or len(step.swap_in):
+            self.after = self.serial
 
     def _copy_on_write(self, plan: Plan, step: Step, blocks: Blocks) -> tuple[Blocks, Blocks]:
         """Replace the shared tails; returns (src, dst) of each and the blocks that are left for growth."""

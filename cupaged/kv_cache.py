@@ -14,6 +14,7 @@ import numpy as np
 
 from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
 from .attention import attend_pages, backend_of, write_pages
+from .block_pool import integer
 from .checks import check_device, check_rows
 from .plan import Plan, host_int32
 from .steps import Step
@@ -28,8 +29,10 @@ class KVCache:
         layout: "HND" or "NHD", the axes of one layer's pages.
         device: "cpu", "cuda" (the current device), or "auto": "cuda" when CuPy is installed and finds a device.
         order: "page" or "layer", which of blocks and layers varies slowest in memory.
+        host_blocks: blocks of host memory (pinned, when the device is "cuda") for `BlockAllocator.evict`.
 
-    Memory is taken at the first write. Steps run in the order they were made: `begin`, then for each layer `write` and `attend`.
+    Memory is taken at the first write, that of the host at the first swap. Steps run in the order they were made: `begin`, then
+    for each layer `write` and `attend`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class KVCache:
         layout: str = "HND",
         device: str = "auto",
         order: str = "page",
+        host_blocks: int = 0,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -65,6 +69,7 @@ class KVCache:
         ):
             if choice not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {choice!r}")
+        self.host_blocks = integer(host_blocks, "host_blocks", 0)
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.dtype, self.layout, self.order = dtype, layout, order
@@ -72,7 +77,7 @@ class KVCache:
         self._itemsize = numpy_dtype(dtype).itemsize
         self._xp = _array_module(device)
         self._begun = 0  # serial of the newest step that began
-        self._copied = 0  # serial of the newest step whose copies ran
+        self._copied = 0  # serial of the newest step whose copies or swaps ran
 
     @property
     def device(self) -> str:
@@ -93,6 +98,12 @@ class KVCache:
         if self.order == "page":
             return self._xp.empty((self.num_blocks, self.num_layers, 2, *block), dtype)
         return self._xp.moveaxis(self._xp.empty((self.num_layers, 2, self.num_blocks, *block), dtype), 2, 0)
+
+    @cached_property
+    def host_pool(self) -> Array:
+        """Pages of evicted requests, `[host_blocks, num_layers, 2, ...]`: host memory that the device reaches."""
+        pages: Array = backend_of(self.pool).host_pages((self.host_blocks, *self.pool.shape[1:]), self.pool.dtype)
+        return pages
 
     @cached_property
     def _views(self) -> list[tuple[Array, Array]]:
@@ -117,10 +128,10 @@ class KVCache:
             raise IndexError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
 
     def begin(self, step: Step) -> None:
-        """Run the copies of `step`, before its writes. Repeated for the same step it does nothing.
+        """Run the swaps and copies of `step`, before its writes. Repeated for the same step it does nothing.
 
-        Raises RuntimeError, with nothing changed, when a later step has begun or the copies of an earlier one did not run, and
-        ValueError when the step's allocator does not fit this cache.
+        Everything is enqueued on the current stream. Raises RuntimeError, with nothing changed, when a later step has begun or the
+        swaps or copies of an earlier one did not run, and ValueError when the step's allocator does not fit this cache.
         """
         if step.serial == self._begun:
             return
@@ -133,13 +144,26 @@ class KVCache:
             raise RuntimeError(f"step: number {step.serial} comes after number {self._begun} began; run steps in order")
         if step.after > self._copied:
             raise RuntimeError(
-                f"step: number {step.serial} needs the copies of step number {step.after}, which did not run; "
-                "call begin for every step that has copies, in the order they were made"
+                f"step: number {step.serial} needs the copies or swaps of step number {step.after}, which did not run; "
+                "call begin for every step that has some, in the order they were made"
             )
+        if len(step.swap_out) or len(step.swap_in):
+            self._swap(step)
         if len(step.copies):
             backend_of(self.pool).copy_blocks(self.pool, step.copies)
             self._copied = step.serial
         self._begun = step.serial
+
+    def _swap(self, step: Step) -> None:
+        highest = int(max(step.swap_out[:, 1].max(initial=-1), step.swap_in[:, 0].max(initial=-1)))
+        if highest >= self.host_blocks:
+            raise ValueError(
+                f"step: its swaps use host block {highest}, the cache has {self.host_blocks}; give both the same host_blocks"
+            )
+        backend = backend_of(self.pool)
+        backend.swap_blocks(self.pool, self.host_pool, step.swap_out)
+        backend.swap_blocks(self.host_pool, self.pool, step.swap_in)
+        self._copied = step.serial
 
     def write(
         self, layer: int, k: Array, v: Array, step: Step, *, k_scale: float | Array = 1.0, v_scale: float | Array = 1.0

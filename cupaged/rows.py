@@ -5,7 +5,7 @@ A row is an int, stable until its request is freed, then used again; it names th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ class Rows:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.row_of: dict[Hashable, int] = {}
+        self.evicted: dict[Hashable, int] = {}  # rows that wait for their request: no table, and -1 for its length
         self.names: list[Hashable] = [None] * 8  # of each row, None where no request is
         self.groups = [BlockTables(block_size, 8)]
         self.lengths = np.full(8, -1, np.int64)  # tokens, -1: no request
@@ -36,7 +37,8 @@ class Rows:
     def select(self, ids: Iterable[Hashable] | None, rows: npt.ArrayLike | None) -> Ints:
         """Rows `[n]` of requests named by ids or by rows.
 
-        Raises TypeError unless exactly one is given, KeyError for a request that is not there, ValueError for one named twice.
+        Raises TypeError unless exactly one is given, KeyError for a request that is not there, ValueError for one named twice and
+        for an evicted one.
         """
         if (ids is None) == (rows is None):
             raise TypeError("expected ids or rows=, one of the two")
@@ -51,7 +53,7 @@ class Rows:
             if len(selected):
                 inside = selected.view(np.uint64).max() < len(self.lengths)  # a negative value is a huge one
                 if not inside or self.lengths.take(selected).min() < 0:
-                    raise KeyError(f"rows: {self._dead(selected)} is not the row of a request")
+                    self._refuse_rows(selected)
         if len(selected) > 1:
             order = np.arange(len(selected))
             self._stamp[selected] = order
@@ -61,28 +63,56 @@ class Rows:
             self._checked = key
         return selected
 
+    def select_any(self, ids: Iterable[Hashable] | None, rows: npt.ArrayLike | None) -> Ints:
+        """`select` that takes evicted requests too."""
+        if not self.evicted:
+            return self.select(ids, rows)
+        if (ids is None) == (rows is None):
+            raise TypeError("expected ids or rows=, one of the two")
+        if ids is not None:
+            selected = self.of_any(ids)
+        else:
+            assert rows is not None
+            selected, waiting = integers(rows, "rows"), set(self.evicted.values())
+            for row in selected.tolist():
+                if not (0 <= row < len(self.lengths) and (self.lengths[row] >= 0 or row in waiting)):
+                    raise KeyError(f"rows: {row} is not the row of a request")
+        if len(set(selected.tolist())) < len(selected):
+            raise ValueError("a request is named twice; name each one once")
+        return selected
+
     def of(self, ids: Iterable[Hashable]) -> Ints:
-        """Rows `[n]` of `ids`; raises KeyError for an unknown one."""
-        if isinstance(ids, (str, bytes)):
-            raise TypeError(f"ids: expected a list of ids, got {ids!r}; write [{ids!r}]")
-        names = ids if isinstance(ids, (list, tuple)) else list(ids)
+        """Rows `[n]` of `ids`; raises KeyError for an unknown one, ValueError for an evicted one."""
+        names = _listed(ids)
         try:
             return np.fromiter(map(self.row_of.__getitem__, names), np.int64, len(names))
         except KeyError as error:
-            raise KeyError(f"no request has the id {error.args[0]!r}") from None
+            name = error.args[0]
+        raise self._missing(name)
+
+    def of_any(self, ids: Iterable[Hashable]) -> Ints:
+        """`of` that takes evicted requests too."""
+        if not self.evicted:
+            return self.of(ids)
+        return np.array([self.row_any(name) for name in _listed(ids)], np.int64)
 
     def row(self, name: Hashable) -> int:
-        """The row of one id; raises KeyError."""
+        """The row of one id; raises KeyError for an unknown one, ValueError for an evicted one."""
         row = self.row_of.get(name)
         if row is None:
-            raise KeyError(f"no request has the id {name!r}")
+            raise self._missing(name)
         return row
+
+    def row_any(self, name: Hashable) -> int:
+        """The row of one id, which may be evicted; raises KeyError."""
+        row = self.evicted.get(name)
+        return self.row(name) if row is None else row
 
     def check_new(self, names: Iterable[Hashable]) -> None:
         """Raises KeyError when one of `names` has a request, or stands there twice."""
         seen = set()
         for name in names:
-            if name in self.row_of or name in seen:
+            if name in self.row_of or name in self.evicted or name in seen:
                 raise KeyError(f"the id {name!r} is in use; free it first, or choose another")
             seen.add(name)
 
@@ -102,11 +132,27 @@ class Rows:
     def unbind(self, rows: Ints) -> None:
         """Forget the requests of `rows`, whose tables are empty by now."""
         for row in rows.tolist():
-            del self.row_of[self.names[row]]
+            name = self.names[row]
+            del (self.row_of if name in self.row_of else self.evicted)[name]
             self.names[row] = None
         self._checked = b""
         self.lengths[rows] = -1
         self._vacant.extend(rows[::-1].tolist())
+
+    def suspend(self, rows: Ints) -> None:
+        """Note the requests of `rows`, whose tables are empty by now, as evicted: they keep names and rows."""
+        for row in rows.tolist():
+            self.evicted[self.names[row]] = row
+            del self.row_of[self.names[row]]
+        self._checked = b""
+        self.lengths[rows] = -1
+
+    def resume(self, rows: Ints, lengths: Ints) -> None:
+        """Note the evicted requests of `rows` as present again."""
+        for row in rows.tolist():
+            self.row_of[self.names[row]] = row
+            del self.evicted[self.names[row]]
+        self.lengths[rows] = lengths
 
     def widen(self, columns: int) -> None:
         """Make room for `columns` in every table."""
@@ -124,5 +170,19 @@ class Rows:
         self._stamp = extended(self._stamp, new, 0)
         self._vacant[:0] = range(new - 1, old - 1, -1)
 
-    def _dead(self, rows: Ints) -> int:
-        return next(int(row) for row in rows if not 0 <= row < len(self.lengths) or self.lengths[row] < 0)
+    def _missing(self, name: Hashable) -> Exception:
+        if name in self.evicted:
+            return ValueError(f"request {name!r} is evicted; restore it first, or free it")
+        return KeyError(f"no request has the id {name!r}")
+
+    def _refuse_rows(self, rows: Ints) -> None:
+        dead = next(int(row) for row in rows if not 0 <= row < len(self.lengths) or self.lengths[row] < 0)
+        if dead in self.evicted.values():
+            raise self._missing(self.names[dead])
+        raise KeyError(f"rows: {dead} is not the row of a request")
+
+
+def _listed(ids: Iterable[Hashable]) -> Sequence[Hashable]:
+    if isinstance(ids, (str, bytes)):
+        raise TypeError(f"ids: expected a list of ids, got {ids!r}; write [{ids!r}]")
+    return ids if isinstance(ids, (list, tuple)) else list(ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .block_pool import BlockPool
+from .preemption import Preemption
 from .prefix_cache import PrefixCache
 from .rows import Rows
 
@@ -19,17 +20,23 @@ class Stats:
     blocks_used: int
     blocks_shared: int  # with more than one reference
     blocks_cached: int  # free, with content that a prompt may find
-    slots_used: int  # distinct slots that hold a token
+    slots_used: int  # distinct slots that hold a token, and all of a block that a running swap holds
     slots_wasted: int  # in used blocks, holding none
     utilization: float  # used blocks over all blocks
     fragmentation: float  # wasted slots over the slots of used blocks
     copies: int  # block copies of all steps so far
+    host_blocks_used: int  # with the content of evicted requests
+    host_blocks_free: int
+    swapped_out: int  # blocks that went to the host so far
+    swapped_in: int  # blocks that came back
     queried_tokens: int  # of requests that came with their token ids
     hit_tokens: int  # of these, found in the prefix cache
     hit_rate: float | None  # hit over queried, None before the first query
 
 
-def read_stats(requests: Rows, pool: BlockPool, copies: int, cache: PrefixCache | None) -> Stats:
+def read_stats(
+    requests: Rows, pool: BlockPool, copies: int, cache: PrefixCache | None, preemption: Preemption
+) -> Stats:
     """The numbers of this moment."""
     used, slots = pool.num_used, pool.num_used * requests.block_size
     wasted = wasted_slots(requests, pool)
@@ -44,6 +51,10 @@ def read_stats(requests: Rows, pool: BlockPool, copies: int, cache: PrefixCache 
         utilization=used / pool.num_blocks if pool.num_blocks else 0.0,
         fragmentation=wasted / slots if slots else 0.0,
         copies=copies,
+        host_blocks_used=preemption.pool.num_used,
+        host_blocks_free=preemption.pool.num_free,
+        swapped_out=preemption.swapped_out,
+        swapped_in=preemption.swapped_in,
         queried_tokens=queried,
         hit_tokens=hit,
         hit_rate=hit / queried if queried else None,

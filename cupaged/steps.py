@@ -14,6 +14,8 @@ from .tables import UNCHANGED, BlockTables, ranges
 
 Int32s = npt.NDArray[np.int32]
 
+NO_PAIRS: Blocks = np.zeros((0, 2), np.int32)
+
 
 class Step:
     """A snapshot; row i of every array is argument i of the call that made it. Host arrays, views of one piece of memory.
@@ -23,25 +25,29 @@ class Step:
         seq_lens: `[num_seqs] int32`, tokens per sequence, this step's included.
         query_start_loc: `[num_seqs + 1] int32`; the new tokens of sequence i are `[query_start_loc[i], query_start_loc[i + 1])`.
         slot_mapping: `[num_tokens] int64`, where each new token goes.
-        copies: `[n, 2] int32`, (src, dst) blocks to copy before the step's writes, in any order.
+        swap_out: `[n, 2] int32`, (block, host block): blocks to copy to the host before everything else, in any order.
+        swap_in: `[n, 2] int32`, (host block, block): blocks to fill from the host then, in any order.
+        copies: `[n, 2] int32`, (src, dst) blocks to copy after that and before the step's writes, in any order.
         num_cached: `[num_seqs] int32`, tokens found in the prefix cache.
         rows: `[num_seqs] int64`, the allocator's rows.
         packed: `int32`, the piece that holds tables, slots, lengths and query starts, so that a device copy is one transfer.
         serial: 1, 2, 3 ... in the order in which the allocator made its steps, which is the order to execute them in.
-        after: serial of the newest earlier step that had copies, 0 when there is none.
+        after: serial of the newest earlier step that had copies or swaps, 0 when there is none.
         block_size, num_blocks: of the allocator.
         device: where whoever executes the step may keep what belongs to it.
     """
 
     __slots__ = (
         "_before", "_copied", "_marked", "_others", "after", "block_size", "block_tables", "copies", "device", "num_blocks",
-        "num_cached", "packed", "query_start_loc", "rows", "seq_lens", "serial", "slot_mapping",
+        "num_cached", "packed", "query_start_loc", "rows", "seq_lens", "serial", "slot_mapping", "swap_in", "swap_out",
     )  # fmt: skip
 
     block_tables: Blocks
     seq_lens: Int32s
     query_start_loc: Int32s
     slot_mapping: Ints
+    swap_out: Blocks
+    swap_in: Blocks
     copies: Blocks
     num_cached: Int32s
     rows: Ints
@@ -69,6 +75,7 @@ class Step:
         self.seq_lens = packed[lens : lens + n]
         self.query_start_loc = packed[lens + n :]
         self.rows = rows.copy()
+        self.swap_out = self.swap_in = self.copies = NO_PAIRS
         self.device = {}
 
     def keep_changes(self, tables: BlockTables, lengths: Ints, before: Ints, copied: Ints) -> None:

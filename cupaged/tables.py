@@ -54,6 +54,19 @@ class BlockTables:
         """Set the entries at `(rows[i], columns[i])`."""
         self.flat[rows * self.tables.shape[1] + columns] = blocks
 
+    def cut(self, rows: Ints, lengths: Ints, old: Ints) -> tuple[Blocks, Ints]:
+        """Unmap the columns between `lengths` and `old` tokens; returns their blocks, and how many of each row that has some."""
+        first, stop = self.columns(lengths), self.columns(old)
+        self.mark(rows, first)
+        at = (first < stop).nonzero()[0]
+        if not len(at):
+            return np.zeros(0, np.int32), at
+        first, stop = first.take(at), stop.take(at)
+        entries = self.entries(rows.take(at), first, stop)
+        blocks = self.flat.take(entries)
+        self.flat[entries] = -1
+        return blocks, stop - first
+
     def entries(self, rows: Ints, first: Ints, stop: Ints) -> Ints:
         """Indices into `flat` of columns `[first[i], stop[i])` of `rows[i]`, row after row."""
         return ranges(rows * self.tables.shape[1] + first, stop - first)

@@ -1,0 +1,233 @@
+"""Requests whose blocks went to host memory, to make room for others, and come back: evict and restore.
+
+A second `BlockPool` numbers the host blocks. Leaving, what several requests share among themselves is kept once, so that they share
+it again when they come back together. Coming back, a block that the prefix cache still has is shared in place of being swapped in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .block_pool import BlockPool, Ints, require
+from .commit import adopt
+from .errors import OutOfBlocks
+from .free_queues import Blocks
+from .growth import Growth
+from .prefix_cache import PrefixCache
+from .rows import Rows
+from .steps import Step
+from .tables import ranges
+
+_HINT = "free evicted requests, or make the host pool larger (host_blocks)"
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """What evicted requests need to come back. Their tables are laid end to end; `m` is the sum of their columns."""
+
+    host: Blocks  # [m] host blocks
+    columns: Ints  # [n] columns of each request
+    lengths: Ints  # [n] tokens of each request
+    cached: Ints  # [m] block of the prefix cache that has the same content, -1: none
+    fresh: npt.NDArray[
+        np.bool_
+    ]  # [m] whether a block must be taken for this entry; it serves all entries of the host block
+    known: Ints  # [n] leading columns that had an identity
+    hits: Ints  # [n] those of them that the cache has
+
+
+class Preemption:
+    """Host blocks, and the tables of evicted requests, which name them. Arguments `rows [n]` were checked by the caller."""
+
+    def __init__(
+        self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, growth: Growth, host_blocks: int
+    ) -> None:
+        self._requests, self._device, self._cache, self._growth = requests, pool, cache, growth
+        self._mapped = requests.groups[0]
+        self.pool = BlockPool(host_blocks)
+        self.swapped_out = self.swapped_in = 0  # blocks of all steps
+        self._tables: dict[int, Blocks] = {}  # host blocks of each evicted row
+        self._lengths: dict[int, int] = {}
+        self._held: dict[
+            int, tuple[BlockPool, Blocks, Ints]
+        ] = {}  # by step: sources of its swaps, so many of each request
+        known = host_blocks if cache else 0
+        self._tokens = np.zeros((known, requests.block_size), np.int32)  # of each host block, as in the prefix cache
+        self._filled = np.zeros(known, np.int32)
+        self._named = np.zeros(known, np.bool_)  # whether the block had an identity
+
+    def select(self, ids: Iterable[Hashable] | None, rows: npt.ArrayLike | None) -> Ints:
+        """Rows `[n]` of evicted requests; raises like `Rows.select`, and ValueError for one that is not evicted."""
+        selected = self._requests.select_any(ids, rows)
+        present = self._requests.lengths.take(selected) >= 0
+        if present.any():
+            name = self._requests.names[selected[np.argmax(present)]]
+            raise ValueError(f"request {name!r} is not evicted; restore takes what `evict` sent away")
+        return selected
+
+    def length(self, row: int) -> int:
+        """Tokens of an evicted request."""
+        return self._lengths[row]
+
+    # ---- out ----
+
+    def evict(self, rows: Ints, hold: bool) -> Step:
+        """Send the blocks of `rows` to host blocks. All or nothing: raises OutOfBlocks when too few of those are free."""
+        requests, device = self._requests, self._device
+        lengths = requests.lengths.take(rows)
+        columns = self._mapped.columns(lengths)
+        blocks = self._mapped.flat.take(self._mapped.entries(rows, np.zeros_like(columns), columns))
+        first = device.last_of_each(blocks[::-1])[::-1]  # one of each block, where it stands first
+        leaving = blocks[first]
+        step = Step(self._mapped, rows, 1, 0)
+        step.block_tables.fill(-1)
+        if len(leaving) > self.pool.num_free:
+            raise OutOfBlocks(len(leaving), self.pool.num_free, _HINT)
+        host = self.pool.take(len(leaving))  # the last thing that can fail; from here on, state changes
+
+        place = np.empty(device.num_blocks, np.int32)
+        place[leaving] = host
+        table = place.take(blocks)
+        self.pool.acquire(table[~first])
+        if self._cache:
+            self._tokens[host] = self._cache.tokens.take(leaving, 0)
+            self._filled[host] = self._cache.filled.take(leaving)
+            self._named[host] = self._cache.serial.take(leaving) > 0
+        self._lengths.update(zip(rows.tolist(), lengths.tolist(), strict=True))
+        self._tables.update(zip(rows.tolist(), _split(table, columns), strict=True))
+        none = np.zeros_like(lengths)
+        step.swap_out = np.stack((leaving, host), 1)
+        self.swapped_out += len(host)
+        released = self._mapped.cut(rows, none, lengths)
+        requests.suspend(rows)
+        self._growth.finish_still(step, none)
+        if hold:
+            self._hold(step, device, leaving, first, columns)
+        device.release(*released)
+        return step
+
+    # ---- in ----
+
+    def plan_restore(self, rows: Ints) -> Return:
+        """What `restore` will do; changes nothing."""
+        tables = [self._tables[row] for row in rows.tolist()]
+        host = np.concatenate(tables) if tables else np.zeros(0, np.int32)
+        columns = np.array([len(table) for table in tables], np.int64)
+        lengths = np.array([self._lengths[row] for row in rows.tolist()], np.int64)
+        known, hits = np.zeros_like(columns), np.zeros_like(columns)
+        place = np.full(self.pool.num_blocks, -1, np.int64)
+        if self._cache:
+            size = self._requests.block_size
+            for i, (row, table) in enumerate(zip(rows.tolist(), tables, strict=True)):
+                named = self._named.take(table)
+                known[i] = len(named) if named.all() else named.argmin()
+                words = self._tokens.take(table[: known[i]], 0).reshape(-1)
+                found, _, _ = self._cache.match(int(self._requests.root[row]), words, int(known[i]) * size)
+                hits[i] = len(found)
+                place[table[: len(found)]] = found
+        cached = place.take(host)
+        fresh = self.pool.last_of_each(host[::-1])[::-1] & (cached < 0)
+        return Return(host, columns, lengths, cached, fresh, known, hits)
+
+    def restore(self, rows: Ints, hold: bool) -> Step:
+        """Bring `rows` back into blocks of the device. All or nothing: raises OutOfBlocks when too few of those are free."""
+        requests, device = self._requests, self._device
+        plan = self.plan_restore(rows)
+        width = max(int(plan.columns.max(initial=0)), 1)
+        requests.widen(width)
+        step = Step(self._mapped, rows, width, 0)
+        shared = plan.cached >= 0
+        taken = device.take(int(np.count_nonzero(plan.fresh)), plan.cached[shared])  # the last thing that can fail
+
+        moved = plan.host[plan.fresh]
+        place = np.empty(self.pool.num_blocks, np.int32)
+        place[moved] = taken
+        table = np.where(shared, plan.cached, place.take(plan.host)).astype(np.int32)
+        device.acquire(table[~shared & ~plan.fresh])
+        owner, column = np.repeat(np.arange(len(rows)), plan.columns), ranges(np.zeros_like(plan.columns), plan.columns)
+        self._mapped.map(rows.take(owner), column, table)
+        step.block_tables.reshape(-1)[owner * width + column] = table
+        requests.resume(rows, plan.lengths)
+        if self._cache:
+            self._cache.tokens[taken] = self._tokens.take(moved, 0)
+            self._cache.filled[taken] = self._filled.take(moved)
+            lost = (plan.hits < plan.known).nonzero()[0]
+            if len(lost):
+                first, stop = plan.hits.take(lost), plan.known.take(lost)
+                adopt(requests, device, self._cache, rows.take(lost), first, stop, replace=False)
+        step.swap_in = np.stack((moved, taken), 1)
+        self.swapped_in += len(taken)
+        self._growth.finish_still(step, plan.lengths)
+        if hold:
+            self._hold(step, self.pool, moved, plan.fresh, plan.columns)
+        self.free(rows)
+        return step
+
+    def free(self, rows: Ints) -> None:
+        """Forget the host blocks of `rows`."""
+        tables = [self._tables.pop(row) for row in rows.tolist()]
+        for row in rows.tolist():
+            del self._lengths[row]
+        if tables:
+            self.pool.release(np.concatenate(tables), np.array([len(table) for table in tables]))
+
+    def forget_identities(self) -> None:
+        """No host block has an identity any more."""
+        self._named.fill(False)
+
+    # ---- swaps on another stream ----
+
+    def _hold(self, step: Step, pool: BlockPool, sources: Blocks, first: npt.NDArray[np.bool_], columns: Ints) -> None:
+        """Keep `sources`, which stand where `first` says in the tables laid end to end, until `release` of this step."""
+        pool.acquire(sources)
+        owners = np.repeat(np.arange(len(columns)), columns)[first]
+        self._held[step.serial] = pool, sources, np.bincount(owners, minlength=len(columns))
+
+    def release(self, step: Step) -> None:
+        """Let go of what `hold=True` kept of a step; raises ValueError when it keeps nothing."""
+        if step.serial not in self._held:
+            raise ValueError(
+                f"step: number {step.serial} holds no blocks; release a step of evict or restore with hold=True, once"
+            )
+        pool, blocks, counts = self._held.pop(step.serial)
+        pool.release(blocks, counts)
+
+    def held(self, pool: BlockPool) -> Ints:
+        """References `[num_blocks]` that steps hold."""
+        blocks = [blocks for of, blocks, _ in self._held.values() if of is pool]
+        return np.bincount(np.concatenate([np.zeros(0, np.int32), *blocks]), minlength=pool.num_blocks)
+
+    def check(self) -> None:
+        """Verify the host side; raises AssertionError that says what broke."""
+        self.pool.check()
+        requests = self._requests
+        rows = sorted(requests.evicted.values())
+        require(
+            rows == sorted(self._tables) == sorted(self._lengths), f"evicted rows {rows} have tables {self._tables}"
+        )
+        counted = self.held(self.pool)
+        for name, row in requests.evicted.items():
+            table, length = self._tables[row], self._lengths[row]
+            require(requests.names[row] == name and name not in requests.row_of, f"row {row} is not that of {name!r}")
+            require(
+                len(table) == -(-length // requests.block_size), f"evicted row {row}: {length} tokens in blocks {table}"
+            )
+            require(len(np.unique(table)) == len(table), f"evicted row {row} holds a host block twice: {table}")
+            np.add.at(counted, table, 1)
+        require(
+            np.array_equal(counted, self.pool.ref_count),
+            f"evicted tables hold {counted} host blocks, reference counts are {self.pool.ref_count}",
+        )
+        if self._cache:
+            used = self._named & (self.pool.ref_count > 0)
+            require(
+                np.all(self._filled[used] == requests.block_size), f"a host block with identity is not full: {used}"
+            )
+
+
+def _split(table: Blocks, columns: Ints) -> list[Blocks]:
+    return np.split(table, columns.cumsum()[:-1]) if len(columns) else []

@@ -47,10 +47,10 @@ class Preemption:
         self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, growth: Growth, host_blocks: int
     ) -> None:
         self._requests, self._device, self._cache, self._growth = requests, pool, cache, growth
-        self._mapped = requests.groups[0]
+        self._tables = requests.groups[0]
         self.pool = BlockPool(host_blocks)
         self.swapped_out = self.swapped_in = 0  # blocks of all steps
-        self._tables: dict[int, Blocks] = {}  # host blocks of each evicted row
+        self._host_tables: dict[int, Blocks] = {}  # host blocks of each evicted row
         self._lengths: dict[int, int] = {}
         self._held: dict[
             int, tuple[BlockPool, Blocks, Ints]
@@ -73,17 +73,21 @@ class Preemption:
         """Tokens of an evicted request."""
         return self._lengths[row]
 
+    def host_table(self, row: int) -> Blocks:
+        """Host blocks of an evicted request."""
+        return self._host_tables[row]
+
     # ---- out ----
 
     def evict(self, rows: Ints, hold: bool) -> Step:
         """Send the blocks of `rows` to host blocks. All or nothing: raises OutOfBlocks when too few of those are free."""
         requests, device = self._requests, self._device
         lengths = requests.lengths.take(rows)
-        columns = self._mapped.columns(lengths)
-        blocks = self._mapped.flat.take(self._mapped.entries(rows, np.zeros_like(columns), columns))
+        columns = self._tables.columns(lengths)
+        blocks = self._tables.flat.take(self._tables.entries(rows, np.zeros_like(columns), columns))
         first = device.last_of_each(blocks[::-1])[::-1]  # one of each block, where it stands first
         leaving = blocks[first]
-        step = Step(self._mapped, rows, 1, 0)
+        step = Step(self._tables, rows, 1, 0)
         step.block_tables.fill(-1)
         if len(leaving) > self.pool.num_free:
             raise OutOfBlocks(len(leaving), self.pool.num_free, _HINT)
@@ -98,11 +102,11 @@ class Preemption:
             self._filled[host] = self._cache.filled.take(leaving)
             self._named[host] = self._cache.serial.take(leaving) > 0
         self._lengths.update(zip(rows.tolist(), lengths.tolist(), strict=True))
-        self._tables.update(zip(rows.tolist(), _split(table, columns), strict=True))
+        self._host_tables.update(zip(rows.tolist(), _split(table, columns), strict=True))
         none = np.zeros_like(lengths)
         step.swap_out = np.stack((leaving, host), 1)
         self.swapped_out += len(host)
-        released = self._mapped.cut(rows, none, lengths)
+        released = self._tables.cut(rows, none, lengths)
         requests.suspend(rows)
         self._growth.finish_still(step, none)
         if hold:
@@ -114,7 +118,7 @@ class Preemption:
 
     def plan_restore(self, rows: Ints) -> Return:
         """What `restore` will do; changes nothing."""
-        tables = [self._tables[row] for row in rows.tolist()]
+        tables = [self._host_tables[row] for row in rows.tolist()]
         host = np.concatenate(tables) if tables else np.zeros(0, np.int32)
         columns = np.array([len(table) for table in tables], np.int64)
         lengths = np.array([self._lengths[row] for row in rows.tolist()], np.int64)
@@ -139,7 +143,7 @@ class Preemption:
         plan = self.plan_restore(rows)
         width = max(int(plan.columns.max(initial=0)), 1)
         requests.widen(width)
-        step = Step(self._mapped, rows, width, 0)
+        step = Step(self._tables, rows, width, 0)
         shared = plan.cached >= 0
         taken = device.take(int(np.count_nonzero(plan.fresh)), plan.cached[shared])  # the last thing that can fail
 
@@ -149,7 +153,7 @@ class Preemption:
         table = np.where(shared, plan.cached, place.take(plan.host)).astype(np.int32)
         device.acquire(table[~shared & ~plan.fresh])
         owner, column = np.repeat(np.arange(len(rows)), plan.columns), ranges(np.zeros_like(plan.columns), plan.columns)
-        self._mapped.map(rows.take(owner), column, table)
+        self._tables.map(rows.take(owner), column, table)
         step.block_tables.reshape(-1)[owner * width + column] = table
         requests.resume(rows, plan.lengths)
         if self._cache:
@@ -169,7 +173,7 @@ class Preemption:
 
     def free(self, rows: Ints) -> None:
         """Forget the host blocks of `rows`."""
-        tables = [self._tables.pop(row) for row in rows.tolist()]
+        tables = [self._host_tables.pop(row) for row in rows.tolist()]
         for row in rows.tolist():
             del self._lengths[row]
         if tables:
@@ -207,11 +211,12 @@ class Preemption:
         requests = self._requests
         rows = sorted(requests.evicted.values())
         require(
-            rows == sorted(self._tables) == sorted(self._lengths), f"evicted rows {rows} have tables {self._tables}"
+            rows == sorted(self._host_tables) == sorted(self._lengths),
+            f"evicted rows {rows} have tables {self._host_tables}",
         )
         counted = self.held(self.pool)
         for name, row in requests.evicted.items():
-            table, length = self._tables[row], self._lengths[row]
+            table, length = self._host_tables[row], self._lengths[row]
             require(requests.names[row] == name and name not in requests.row_of, f"row {row} is not that of {name!r}")
             require(
                 len(table) == -(-length // requests.block_size), f"evicted row {row}: {length} tokens in blocks {table}"

@@ -26,11 +26,20 @@ class ModelStep:
     query_start_loc: list[int] = field(default_factory=lambda: [0])
     slots: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     num_cached: list[int] = field(default_factory=list)
 
 
 class Model:
-    def __init__(self, num_blocks: int, block_size: int, watermark: float = 0.0, prefix_caching: bool = False) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        watermark: float = 0.0,
+        prefix_caching: bool = False,
+        host_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.reserve = math.ceil(watermark * num_blocks)
@@ -50,6 +59,15 @@ class Model:
         self.roots: dict[Hashable, int] = {}
         self.numbers = 0
         self.queried = self.hit = 0
+        # evicted requests: host table, length, known, root; what each host block knows and whether it had an identity
+        self.away: dict[Hashable, tuple[list[int], int, int, int]] = {}
+        self.host_free = list(range(host_blocks))
+        self.host_owners = [0] * host_blocks
+        self.host_tokens: list[list[int]] = [[] for _ in range(host_blocks)]
+        self.host_named = [False] * host_blocks
+        self.steps = 0
+        self.held: dict[int, tuple[bool, list[list[int]]]] = {}  # by step: whether on the host, blocks of each request
+        self.swapped_out = self.swapped_in = 0
 
     @property
     def free(self) -> list[int]:
@@ -60,13 +78,14 @@ class Model:
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         trial = copy.deepcopy(self)
         result = getattr(trial, method)(*args, **kwargs)
+        trial.steps += isinstance(result, ModelStep)
         self.__dict__ = trial.__dict__
         return result
 
     def add_request(
         self, name: Hashable, n: int | None, token_ids: list[int] | None = None, key: Hashable = 0
     ) -> ModelStep:
-        if name in self.tables:
+        if name in self.tables or name in self.away:
             raise KeyError(name)
         if n is None:
             n = len(token_ids)
@@ -173,13 +192,14 @@ class Model:
         self.content, self.holders, self.roots = {}, {}, {}
         self.plain, self.idle = self.plain + self.idle, []
         self.root_of = dict.fromkeys(self.root_of, 0)
+        self.away = {name: (*state[:3], 0) for name, state in self.away.items()}
+        self.host_named = [False] * len(self.host_named)
 
     def fork_batch(self, parents: Sequence[Hashable], children: Sequence[Hashable]) -> None:
         for parent in parents:
-            if parent not in self.tables:
-                raise KeyError(parent)
+            self._check([parent])
         for parent, child in zip(parents, children, strict=True):
-            if child in self.tables:
+            if child in self.tables or child in self.away:
                 raise KeyError(child)
             self._start(child)
             self._share(child, self._state(parent))
@@ -206,18 +226,115 @@ class Model:
             self._drop(dropped)
 
     def free_batch(self, names: Sequence[Hashable]) -> None:
-        self._check(names)
+        self._check([name for name in names if name not in self.away])
+        if len(set(names)) < len(names):
+            raise ValueError(names)
         for name in names:
-            self._drop(self.tables.pop(name))
-            del self.lengths[name], self.known[name], self.root_of[name]
+            if name in self.away:
+                self._drop_host(self.away.pop(name)[0])
+            else:
+                self._drop(self.tables.pop(name))
+                del self.lengths[name], self.known[name], self.root_of[name]
+
+    def evict(self, names: Sequence[Hashable], hold: bool) -> ModelStep:
+        self._check(names)
+        step, place, first = self._still(names), {}, []
+        for name in names:
+            first.append([block for block in self.tables[name] if block not in place])
+            for block in first[-1]:
+                if not self.host_free:
+                    raise OutOfBlocks(1, 0)
+                place[block] = self.host_free.pop(0)
+                self.host_tokens[place[block]] = list(self.tokens[block])
+                self.host_named[place[block]] = self.number(block) > 0
+        step.swap_out = list(place.items())
+        self.swapped_out += len(place)
+        if hold:
+            self.held[self.steps + 1] = False, first
+            self._hold(list(place))
+        for name in names:
+            table, *state = self._state(name)
+            self.away[name] = ([place[block] for block in table], *state)
+            for block in table:
+                self.host_owners[place[block]] += 1
+            self._drop(table)
+            del self.tables[name], self.lengths[name], self.known[name], self.root_of[name]
+        return step
+
+    def restore(self, names: Sequence[Hashable], hold: bool) -> ModelStep:
+        self._check(names, away=True)
+        step, place, hits = self._still(names), {}, []
+        for name in names:  # what is cached is shared
+            table, number = self.away[name][0], self.away[name][3]
+            hits.append(0)
+            for block in table:
+                content = (number, tuple(self.host_tokens[block]))
+                number = next((n for n, c in self.content.items() if c == content), 0) if self.host_named[block] else 0
+                if not number:
+                    break
+                place[block] = self.holders[number][0]
+                hits[-1] += 1
+        for name in names:
+            self._hold([place[block] for block in self.away[name][0] if block in place])
+        moved: dict[int, int] = {}
+        first = []
+        for name in names:
+            table = self.away[name][0]
+            first.append([block for block in table if block not in place and block not in moved])
+            for block in first[-1]:
+                moved[block] = self._take()
+                self.owners[moved[block]] = 0
+                self.tokens[moved[block]] = list(self.host_tokens[block])
+            for block in table:
+                if block in moved:
+                    self.owners[moved[block]] += 1
+        place |= moved
+        step.swap_in = list(moved.items())
+        self.swapped_in += len(moved)
+        for name, count in zip(names, hits, strict=True):
+            table, self.lengths[name], self.known[name], self.root_of[name] = self.away[name]
+            self.tables[name] = [place[block] for block in table]
+            for column in range(count, len(table)):
+                if not self.host_named[table[column]]:
+                    break
+                self._name(name, column, False)
+        if hold:
+            self.held[self.steps + 1] = True, first
+            for block in moved:
+                self.host_owners[block] += 1
+        for i, name in enumerate(names):
+            self._drop_host(self.away.pop(name)[0])
+            step.tables[i], step.seq_lens[i] = list(self.tables[name]), self.lengths[name]
+        return step
+
+    def release_swapped(self, serial: int) -> None:
+        if serial not in self.held:
+            raise ValueError(serial)
+        on_host, tables = self.held.pop(serial)
+        for table in tables:
+            (self._drop_host if on_host else self._drop)(table)
+
+    @staticmethod
+    def _still(names: Sequence[Hashable]) -> ModelStep:
+        zeros = [0] * len(names)
+        return ModelStep([[] for _ in names], list(zeros), [0, *zeros], num_cached=list(zeros))
+
+    def _drop_host(self, table: list[int]) -> None:
+        for block in table:
+            self.host_owners[block] -= 1
+            if self.host_owners[block] == 0:
+                self.host_free.append(block)
 
     # ---- single actions ----
 
-    def _check(self, names: Sequence[Hashable]) -> None:
+    def _check(self, names: Sequence[Hashable], away: bool = False) -> None:
+        """Each name once, and all of requests that are there; `away`: all of evicted ones."""
         for name in names:
-            if name not in self.tables:
+            if name not in self.tables and name not in self.away:
                 raise KeyError(name)
-        if len(set(names)) < len(names):
+            if not away and name in self.away:
+                raise ValueError(name)
+        if len(set(names)) < len(names) or (away and any(name in self.tables for name in names)):
             raise ValueError(names)
 
     def _start(self, name: Hashable) -> None:
@@ -302,21 +419,26 @@ class Model:
         self.known[name] += len(tokens)
         settled = self.known[name] == self.lengths[name]
         for column in range(first // size, self.known[name] // size):
-            block = table[column]
-            if not self.root_of[name] or self.number(block):
-                continue
-            content = (self.number(table[column - 1]) if column else self.root_of[name], tuple(self.tokens[block]))
-            number = next((n for n, c in self.content.items() if c == content), None)
-            if number is None:
-                self.numbers += 1
-                self.content[self.numbers], self.holders[self.numbers] = content, [block]
-            elif settled and self.owners[block] == 1:
-                canonical = self.holders[number][0]
-                self._hold([canonical])
-                table[column] = canonical
-                self._drop([block])
-            else:
-                self.holders[number].append(block)
+            self._name(name, column, settled)
+
+    def _name(self, name: Hashable, column: int, replace: bool) -> None:
+        """Give a full block its identity, or, where `replace` allows it, the canonical block its place."""
+        table = self.tables[name]
+        block = table[column]
+        if not self.root_of[name] or self.number(block):
+            return
+        content = (self.number(table[column - 1]) if column else self.root_of[name], tuple(self.tokens[block]))
+        number = next((n for n, c in self.content.items() if c == content), None)
+        if number is None:
+            self.numbers += 1
+            self.content[self.numbers], self.holders[self.numbers] = content, [block]
+        elif replace and self.owners[block] == 1:
+            canonical = self.holders[number][0]
+            self._hold([canonical])
+            table[column] = canonical
+            self._drop([block])
+        else:
+            self.holders[number].append(block)
 
     def stats(self) -> dict[str, Any]:
         used = sum(n > 0 for n in self.owners)
@@ -325,6 +447,8 @@ class Model:
             for name, table in self.tables.items()
             for position in range(self.lengths[name])
         }
+        for on_host, held in self.held.values():
+            slots |= {b * self.block_size + i for t in held for b in t for i in range(self.block_size) if not on_host}
         wasted = used * self.block_size - len(slots)
         return {
             "blocks_free": len(self.free),
@@ -335,6 +459,10 @@ class Model:
             "utilization": used / self.num_blocks if self.num_blocks else 0.0,
             "fragmentation": wasted / (used * self.block_size) if used else 0.0,
             "copies": self.copies,
+            "host_blocks_used": sum(n > 0 for n in self.host_owners),
+            "host_blocks_free": len(self.host_free),
+            "swapped_out": self.swapped_out,
+            "swapped_in": self.swapped_in,
             "blocks_cached": len(self.idle),
             "queried_tokens": self.queried,
             "hit_tokens": self.hit,
@@ -354,6 +482,10 @@ def observe(alloc: BlockAllocator) -> dict[str, Any]:
         "owners": alloc.pool.ref_count.tolist(),
         "rows": alloc.rows(names).tolist(),
         "identities": alloc._cache.serial.tolist() if alloc._cache else [0] * alloc.num_blocks,
+        "evicted": alloc.evicted,
+        "host_free": alloc.host_pool.free().tolist(),
+        "host_owners": alloc.host_pool.ref_count.tolist(),
+        "host_tables": [alloc._preemption.host_table(row).tolist() for row in alloc.rows(alloc.evicted).tolist()],
         "stats": {name: getattr(stats, name) for name in stats.__dataclass_fields__},
     }
 
@@ -362,8 +494,11 @@ def assert_same(alloc: BlockAllocator, model: Model) -> None:
     """The allocator stands where the model stands, and its own check finds nothing."""
     alloc.check()
     seen = observe(alloc)
-    assert seen["tables"] == model.tables
-    assert seen["lengths"] == model.lengths
+    assert seen["tables"] == model.tables | {name: [] for name in model.away}
+    assert seen["lengths"] == model.lengths | {name: state[1] for name, state in model.away.items()}
+    assert seen["evicted"] == list(model.away)
+    assert seen["host_tables"] == [state[0] for state in model.away.values()]
+    assert (seen["host_free"], seen["host_owners"]) == (model.host_free, model.host_owners)
     assert seen["free"] == model.free
     assert seen["num_free"] == len(model.free)
     assert seen["owners"] == model.owners
@@ -379,11 +514,12 @@ def assert_step(step: Step, expected: ModelStep) -> None:
     assert step.seq_lens.tolist() == expected.seq_lens
     assert step.query_start_loc.tolist() == expected.query_start_loc
     assert step.slot_mapping.tolist() == expected.slots
-    assert [tuple(pair) for pair in step.copies.tolist()] == expected.copies
+    for name in ("copies", "swap_out", "swap_in"):
+        assert [tuple(pair) for pair in getattr(step, name).tolist()] == getattr(expected, name)
     assert step.num_cached.tolist() == expected.num_cached
     dtypes = {
         name: getattr(step, name).dtype.name
-        for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "copies")
+        for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "copies", "swap_out", "swap_in")
     }
     assert dtypes == dict.fromkeys(dtypes, "int32") | {"slot_mapping": "int64"}
     assert all(
@@ -396,14 +532,23 @@ def assert_step(step: Step, expected: ModelStep) -> None:
 class ShadowPages:
     """Pages that hold, in place of keys and values, what those would depend on: one int for each sequence of tokens up to a slot."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
         self.slots = np.full((num_blocks, block_size), -1)
+        self.host = np.full((host_blocks, block_size), -1)
 
     def run(self, step: Step, written: Sequence[Sequence[int]]) -> None:
-        """Copies, then writes: `written[i]` are the new contents of sequence i."""
+        """Swaps, copies, then writes: `written[i]` are the new contents of sequence i."""
+        out, to_host = step.swap_out.T
+        from_host, in_ = step.swap_in.T
         sources, targets = step.copies.T
-        assert not set(sources.tolist()) & set(targets.tolist()), "a block is source and destination in one step"
-        assert len(set(targets.tolist())) == len(targets), "a block is a destination twice in one step"
+        assert not {*out.tolist(), *sources.tolist()} & {*in_.tolist(), *targets.tolist()}, (
+            "a block is source and destination"
+        )
+        assert not {*from_host.tolist()} & {*to_host.tolist()}, "a host block is source and destination in one step"
+        for ids in (np.concatenate((in_, targets)), to_host):
+            assert len(set(ids.tolist())) == len(ids), "a block is a destination twice in one step"
+        self.host[to_host] = self.slots[out]
+        self.slots[in_] = self.host[from_host]
         self.slots[targets] = self.slots[sources]
         assert [len(part) for part in written] == np.diff(step.query_start_loc).tolist()
         contents = [content for part in written for content in part]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import secrets
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,7 +25,7 @@ from cupaged import BlockAllocator, Step, TableMirror, prefix_cache
 NAMES = [*"ABCDEFG", 7, ("tuple", 1)]
 KEYS = [None, "x", {"salt": "x"}, {"adapter": "x"}, {"adapter": "x", "salt": "y"}, 1, True]
 some = st.lists(st.integers(0, 8), min_size=1, max_size=6)  # which of the requests, see `choose`
-fault = st.sampled_from([""] * 9 + ["twice", "unknown", "empty"])
+fault = st.sampled_from([""] * 9 + ["twice", "unknown", "empty", "evicted"])
 counts = st.sampled_from([1] * 6 + [0, 2, 3, 4, 5, 6, 7] * 3 + [9, 13, 20, 40, -1, 10**30])
 bombs = st.sampled_from([False] * 12 + [True])
 patterns = st.sampled_from([0, 1, 1, 2])
@@ -43,31 +44,38 @@ class AllocatorMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.sampled_from([12] * 8 + [*range(4, 12)] * 2 + [0, 1, 2, 3]), block_size=st.sampled_from([2, 2, 3, 4, 1, 5]),
         watermark=st.sampled_from([0.0] * 6 + [0.1, 0.5]),
-        caching=st.sampled_from([False, True, True]), same_hash=st.booleans(),
+        caching=st.sampled_from([False, True, True]), same_hash=st.booleans(), host_blocks=st.integers(0, 12),
     )  # fmt: skip
-    def start(self, num_blocks: int, block_size: int, watermark: float, caching: bool, same_hash: bool) -> None:
+    def start(
+        self, num_blocks: int, block_size: int, watermark: float, caching: bool, same_hash: bool, host_blocks: int
+    ) -> None:
         self.patch = pytest.MonkeyPatch()
         if same_hash:
             self.patch.setattr(prefix_cache, "block_hashes", lambda words, columns: np.zeros(len(words), np.uint64))
-        self.alloc = BlockAllocator(num_blocks, block_size, watermark=watermark, prefix_caching=caching)
-        self.model = Model(num_blocks, block_size, watermark, caching)
-        self.pages = ShadowPages(num_blocks, block_size)
+        self.alloc = BlockAllocator(
+            num_blocks, block_size, watermark=watermark, prefix_caching=caching, host_blocks=host_blocks
+        )
+        self.model = Model(num_blocks, block_size, watermark, caching, host_blocks)
+        self.pages = ShadowPages(num_blocks, block_size, host_blocks)
+        self.held: list[
+            tuple[Step, Any, Any, Any]
+        ] = []  # steps with hold=True: pages, sources of the swaps, their content
         self.contents: dict[Any, list[int]] = {}  # of each request, what its slots must hold
         self.keys: dict[Any, int] = {}
         self.numbers: dict[tuple[int, int], int] = {}  # (content of the prefix, token) -> content
         self.token_of: dict[int, int] = {}
         self.mirror = TableMirror(block_size)
         self.serial = self.after = 0
-        self.take = self.alloc.pool.take
         self.takes = 0
         self.bomb = False
-        self.alloc.pool.take = self._take  # type: ignore[method-assign]
+        for pool in (self.alloc.pool, self.alloc.host_pool):
+            pool.take = partial(self._take, pool.take)  # type: ignore[method-assign]
 
-    def _take(self, count: int, reuse: Any = None) -> Any:
+    def _take(self, take: Callable[..., Any], count: int, reuse: Any = None) -> Any:
         self.takes += 1
         if self.bomb:
             raise Bomb
-        return self.take(count, reuse)
+        return take(count, reuse)
 
     def chain(self, before: list[int], key: int, tokens: list[int]) -> list[int]:
         """What the slots of `tokens` hold after those of `before`."""
@@ -103,7 +111,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert (step.serial, step.after) == (self.serial + 1, self.after)
         assert step.rows.tolist() == self.alloc.rows(sequences).tolist()
         self.serial = step.serial
-        if len(step.copies):
+        if len(step.copies) or len(step.swap_out) or len(step.swap_in):
             self.after = step.serial
         written = []
         for i, (name, n) in enumerate(zip(sequences, np.diff(step.query_start_loc).tolist(), strict=True)):
@@ -114,14 +122,15 @@ class AllocatorMachine(RuleBasedStateMachine):
             so_far += written[-1]
         self.pages.run(step, written)
         self.mirror.apply(pickle.loads(pickle.dumps(step.delta)))
+        self.pages.slots[self.model.plain] = self.pages.host[self.model.host_free] = -9  # no one may count on these
         for name in self.alloc.tables:
             row = int(self.alloc.rows([name])[0])
             if row < len(self.mirror.lengths):
-                assert self.mirror.lengths[row] == self.alloc.lengths[name]
                 table = self.alloc.tables[name]
+                assert self.mirror.lengths[row] == (0 if name in self.model.away else self.alloc.lengths[name])
                 assert self.mirror.tables[row].tolist() == table + [-1] * (self.mirror.tables.shape[1] - len(table))
             else:
-                assert self.alloc.lengths[name] == 0
+                assert self.alloc.tables[name] == []
 
     def keywords(self, sequences: list[Any], by_rows: bool) -> dict[str, Any]:
         if by_rows and sequences and all(name in self.alloc.tables for name in sequences):
@@ -130,8 +139,10 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def choose(self, picks: list[int], wrong: str) -> list[Any]:
         """Requests that are there, each once, unless something is to be wrong."""
-        here = list(self.alloc.tables)
+        here = list(self.model.tables)
         chosen = list(dict.fromkeys(here[i % len(here)] for i in picks)) if here and wrong != "empty" else []
+        if wrong == "evicted":
+            chosen.insert(len(chosen) // 2, next(iter(self.model.away), "nobody"))
         if wrong == "twice" and chosen:
             chosen.append(chosen[0])
         if wrong == "unknown":
@@ -224,7 +235,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(by_rows=st.booleans(), bomb=bombs, pattern=patterns)
     def decode_all(self, by_rows: bool, bomb: bool, pattern: int) -> None:
-        sequences = list(self.alloc.tables)
+        sequences = list(self.model.tables)
         self.grow(sequences, 1, [1] * len(sequences), by_rows, bomb, pattern)
 
     def grow(self, sequences: list[Any], n: Any, n_each: list[int], by_rows: bool, bomb: bool, pattern: int) -> None:
@@ -249,7 +260,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         wrong=st.sampled_from([""] * 6 + ["unknown", "twice", "taken"]),
     )
     def fork_batch(self, picks: list[int], wrong: str) -> None:
-        here = list(self.alloc.tables) or ["nobody"]
+        here = list(self.model.tables) or ["nobody"]
         parents = ["nobody" if wrong == "unknown" else here[i % len(here)] for i in picks]
         children = [name for name in NAMES if name not in self.alloc.tables][: len(parents)]
         parents = parents[: len(children)]
@@ -289,10 +300,45 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(picks=st.lists(st.integers(0, 8), min_size=1, max_size=3), wrong=fault, by_rows=st.booleans())
     def free_batch(self, picks: list[int], wrong: str, by_rows: bool) -> None:
         sequences = self.choose(picks, wrong)
+        if len(picks) > 1 and self.model.away:
+            sequences.insert(picks[0] % 2, next(iter(self.model.away)))
         which = self.keywords(sequences, by_rows)
         if self.both(lambda: self.alloc.free_batch(**which), "free_batch", sequences)[0]:
             for name in sequences:
                 del self.contents[name], self.keys[name]
+
+    @rule(picks=some, wrong=fault, by_rows=st.booleans(), hold=bombs, bomb=bombs)
+    def evict(self, picks: list[int], wrong: str, by_rows: bool, hold: bool, bomb: bool) -> None:
+        self.move("evict", self.choose(picks, wrong), by_rows, hold, bomb)
+
+    @rule(picks=some, wrong=fault, by_rows=st.booleans(), hold=bombs, bomb=bombs)
+    def restore(self, picks: list[int], wrong: str, by_rows: bool, hold: bool, bomb: bool) -> None:
+        away = list(self.model.away)
+        chosen = list(dict.fromkeys(away[i % len(away)] for i in picks)) if away else []
+        if wrong in ("twice", "unknown"):
+            chosen += [chosen[0] if chosen and wrong == "twice" else "nobody"]
+        if wrong == "evicted":
+            chosen += list(self.model.tables)[:1]
+        self.move("restore", chosen, by_rows, hold, bomb)
+
+    def move(self, method: str, sequences: list[Any], by_rows: bool, hold: bool, bomb: bool) -> None:
+        which = self.keywords(sequences, by_rows)
+        self.bomb = bomb
+        call = getattr(self.alloc, method)
+        done, step = self.both(lambda: call(**which, hold=hold), method, sequences, hold, tokens=lambda *_: [])
+        self.bomb = False
+        if done and hold:
+            pages, swaps = (self.pages.slots, step.swap_out) if method == "evict" else (self.pages.host, step.swap_in)
+            self.held.append((step, pages, swaps[:, 0], pages[swaps[:, 0]]))
+
+    @rule(which=st.integers(0, 3))
+    def release_swapped(self, which: int) -> None:
+        if which < len(self.held):
+            step, pages, sources, content = self.held.pop(which)
+            np.testing.assert_array_equal(pages[sources], content)  # a swap on another stream would still read them
+            self.both(lambda: self.alloc.release_swapped(step), "release_swapped", step.serial)
+            if not which:
+                self.both(lambda: self.alloc.release_swapped(step), "release_swapped", step.serial)
 
     # ---- after every call ----
 
@@ -304,15 +350,20 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def contents_are_right(self) -> None:
         if hasattr(self, "alloc"):
-            for name, table in self.alloc.tables.items():
-                assert self.pages.read(table, self.alloc.lengths[name]) == self.contents[name]
+            for name, table in self.model.tables.items():
+                assert self.pages.read(table, self.model.lengths[name]) == self.contents[name]
+            for name, (table, length, *_) in self.model.away.items():
+                assert self.pages.host[np.array(table, int)].reshape(-1)[:length].tolist() == self.contents[name]
 
     def teardown(self) -> None:
         if hasattr(self, "alloc"):
             self.patch.undo()
             self.alloc.free_batch(list(self.alloc.tables))
+            for step, *_ in self.held:
+                self.alloc.release_swapped(step)
             self.alloc.check()
             assert self.alloc.num_free == self.alloc.num_blocks
+            assert self.alloc.host_pool.num_free == self.alloc.host_pool.num_blocks
 
 
 def walk(random: Random, steps: int, same_hash: bool) -> None:
@@ -321,9 +372,10 @@ def walk(random: Random, steps: int, same_hash: bool) -> None:
     machine.start(
         num_blocks=random.choice([12, 12, 10, 8, 6, 5, 4, 3]), block_size=random.choice([1, 2, 2, 2, 3, 4]),
         watermark=random.choice([0.0, 0.0, 0.1]), caching=random.random() < 0.9, same_hash=same_hash,
+        host_blocks=random.choice([12, 12, 12, random.randrange(12)]),
     )  # fmt: skip
     flip = lambda chance: random.random() < chance  # noqa: E731
-    fault = lambda: random.choice(["twice", "unknown", "empty"]) if flip(0.03) else ""  # noqa: E731
+    fault = lambda: random.choice(["twice", "unknown", "empty", "evicted"]) if flip(0.03) else ""  # noqa: E731
     picks = lambda most=6: [random.randrange(9) for _ in range(random.randint(1, most))]  # noqa: E731
     count = lambda: random.choice([1, 1, 1, 0, 2, 3, 4, 6, 30]) if flip(0.97) else -1  # noqa: E731
     pattern = lambda: random.choice([0, 1, 1, 2])  # noqa: E731
@@ -346,6 +398,9 @@ def walk(random: Random, steps: int, same_hash: bool) -> None:
         (5, lambda: machine.truncate_batch(
             picks=picks(), back=[random.choice([0, 1, 1, 2, 3, 6]) for _ in range(9)], wrong=fault(), by_rows=flip(0.5))),
         (10, lambda: machine.free_batch(picks=picks(3), wrong=fault(), by_rows=flip(0.5))),
+        (6, lambda: machine.evict(picks=picks(), wrong=fault(), by_rows=flip(0.5), hold=flip(0.1), bomb=flip(0.03))),
+        (7, lambda: machine.restore(picks=picks(), wrong=fault(), by_rows=flip(0.5), hold=flip(0.1), bomb=flip(0.03))),
+        (3, lambda: machine.release_swapped(which=random.randrange(2))),
     ]  # fmt: skip
     weights = [weight for weight, _ in calls]
     try:

@@ -144,7 +144,9 @@ def test_a_step_whose_predecessor_with_copies_did_not_run_is_refused() -> None:
     assert len(copying.copies) == 1 and len(first.copies) == len(later.copies) == 0
     cache = small_cache()
     cache.begin(first)
-    with pytest.raises(RuntimeError, match=f"number {later.serial} needs the copies or swaps of step number {copying.serial}"):
+    with pytest.raises(
+        RuntimeError, match=f"number {later.serial} needs the copies or swaps of step number {copying.serial}"
+    ):
         cache.begin(later)
     cache.begin(copying)
     cache.begin(later)

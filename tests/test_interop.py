@@ -20,7 +20,9 @@ HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4
 
 
 def library(name: str) -> Any:
-    return pytest.importorskip(name, reason=f"{name} is not installed: pip install {name.replace('_', '-').split('.')[0]}")
+    return pytest.importorskip(
+        name, reason=f"{name} is not installed: pip install {name.replace('_', '-').split('.')[0]}"
+    )
 
 
 def jax_array(x: np.ndarray) -> Any:

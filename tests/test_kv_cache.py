@@ -82,10 +82,15 @@ def test_what_is_written_is_gathered_and_attended(
 @settings(max_examples=60)
 @given(st.data())
 def test_forked_sequences_equal_dense_copies(data: st.DataObject) -> None:
-    """Fork, grow, reorder and free at random: every sequence always reads back exactly its own tokens."""
+    """Fork, grow, reorder, evict, restore and free at random: every sequence always reads back exactly its own tokens."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    cache, alloc = small_cache(num_blocks=24, block_size=data.draw(st.sampled_from([1, 3, 4]))), None
-    alloc = BlockAllocator(24, cache.block_size)
+    cache = small_cache(
+        num_blocks=24,
+        host_blocks=9,
+        block_size=data.draw(st.sampled_from([1, 3, 4])),
+        order=data.draw(st.sampled_from(["page", "layer"])),
+    )
+    alloc = BlockAllocator(24, cache.block_size, host_blocks=9)
     cache.pool[:] = np.nan
     dense: dict[str, np.ndarray] = {}
 
@@ -99,9 +104,17 @@ def test_forked_sequences_equal_dense_copies(data: st.DataObject) -> None:
 
     run(alloc.add_request("A", 3), ["A"], [3])
     for fresh in range(data.draw(st.integers(1, 8))):
-        ids = sorted(dense)
-        kind = data.draw(st.sampled_from(["grow", "fork", "reorder", "free", "truncate"]))
-        if kind == "grow":
+        ids = sorted(set(dense) - set(alloc.evicted))
+        kind = data.draw(st.sampled_from(["grow", "fork", "reorder", "free", "truncate", "evict", "restore"]))
+        if kind in ("evict", "restore"):
+            names = data.draw(st.lists(st.sampled_from(ids or alloc.evicted), unique=True))
+            try:
+                cache.begin(alloc.evict(names) if kind == "evict" and ids else alloc.restore(alloc.evicted))
+            except MemoryError:
+                continue
+        elif not ids:
+            continue
+        elif kind == "grow":
             counts = data.draw(st.lists(st.integers(0, 3), min_size=len(ids), max_size=len(ids)))
             try:
                 step = alloc.grow_batch(ids, counts)
@@ -127,7 +140,7 @@ def test_forked_sequences_equal_dense_copies(data: st.DataObject) -> None:
             del dense[name]
         alloc.check()
         for name, tokens in dense.items():
-            for layer in range(2):
+            for layer in range(0 if name in alloc.evicted else 2):
                 np.testing.assert_array_equal(cache.gather(layer, alloc.tables[name], len(tokens))[0], tokens + layer)
 
 
@@ -152,6 +165,65 @@ def test_a_step_whose_predecessor_with_copies_did_not_run_is_refused() -> None:
     cache.begin(later)
     with pytest.raises(RuntimeError, match=f"number {copying.serial} comes after number {later.serial} began"):
         cache.begin(copying)
+
+
+def test_a_step_whose_predecessor_with_swaps_did_not_run_is_refused() -> None:
+    alloc, cache = BlockAllocator(6, 4, host_blocks=2), small_cache(host_blocks=2)
+    cache.begin(alloc.add_request("A", 7))
+    leaving = alloc.evict(["A"])
+    returning = alloc.restore(["A"])
+    with pytest.raises(RuntimeError, match="number 3 needs the copies or swaps of step number 2"):
+        cache.begin(returning)
+    cache.begin(leaving)
+    with pytest.raises(RuntimeError, match="number 4 needs the copies or swaps of step number 3"):
+        cache.begin(alloc.grow("A"))
+    cache.begin(returning)
+
+
+def test_swaps_past_the_host_memory_are_refused() -> None:
+    alloc, cache = BlockAllocator(6, 4, host_blocks=3), small_cache(host_blocks=2)
+    cache.begin(alloc.add_request("A", 9))
+    with pytest.raises(ValueError, match="its swaps use host block 2, the cache has 2; give both the same host_blocks"):
+        cache.begin(alloc.evict(["A"]))
+    with pytest.raises(ValueError, match="host_blocks: expected an integer of at least 0, got -1"):
+        small_cache(host_blocks=-1)
+
+
+@pytest.mark.parametrize("order", ["page", "layer"])
+def test_swaps_and_copies_of_all_kinds_run_in_order_on_the_executor(rng: np.random.Generator, order: str) -> None:
+    """The pool on the device, the host's pages in pinned memory: what was evicted comes back, over blocks that others used meanwhile."""
+    simt_device = pytest.importorskip("simt_device")
+    from simt import build
+
+    if reason := build.unavailable():
+        pytest.skip(reason)
+    with simt_device.in_place_of_a_gpu(simt_device.backend()) as backend:
+        cache, alloc = small_cache(num_blocks=4, host_blocks=4, order=order), BlockAllocator(4, 4, host_blocks=4)
+        cache.pool[:] = np.nan
+        kept = {}
+        for name in "AB":
+            step = alloc.add_request(name, 7)
+            kept[name] = new_rows(rng, 7)
+            cache.begin(step)
+            for layer in range(2):
+                cache.write(layer, *kept[name], step)
+        alloc.fork_request("A", ["C"])
+        cache.begin(alloc.evict(["C", "A"]))
+        step = alloc.add_request("D", 8)
+        cache.begin(step)
+        cache.write(0, *new_rows(rng, 8), step)
+        alloc.free_request("D")
+        cache.begin(alloc.restore(["A", "C"]))
+        assert alloc.tables["A"] == alloc.tables["C"]
+        alloc.free_request("B")
+        step = alloc.grow_batch(["A", "C"])  # a copy of the shared tail, made of what came back
+        cache.begin(step)
+        assert len(step.copies) == 1
+        backend.launcher.flush()
+        for name in "AC":
+            for layer in range(2):
+                for got, expected in zip(cache.gather(layer, alloc.tables[name], 7), kept["A"], strict=True):
+                    np.testing.assert_array_equal(got, expected)
 
 
 def test_copies_of_a_step_run_once(rng: np.random.Generator) -> None:

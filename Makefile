@@ -12,7 +12,7 @@ endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test fuzz bench gpu-check lint format typecheck wheel wheel-check clean
+.PHONY: help demo test fuzz bench bench-compare gpu-check lint format typecheck wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -28,9 +28,10 @@ fuzz: $(call env,test)  ## long random searches
 	$(PY) -m pytest -m fuzz
 
 bench: $(call env,bench)  ## benchmarks that this machine can run; CUPAGED_VLLM_PYTHON names a python with vLLM as peer
-	$(PY) bench/control_plane.py
-	$(PY) bench/cpu_attention.py
-	$(PY) -m pytest bench --benchmark-disable-gc
+	$(PY) -m pytest bench -q --benchmark-disable-gc --benchmark-columns=mean
+
+bench-compare: $(call env,bench)  ## report what became slower by more than 30% than the saved run
+	$(PY) -m bench.compare
 
 gpu-check: $(call env,test)  ## tests and benchmarks that need a GPU; OUT=folder for the report
 	$(PY) -m bench.gpu_check
@@ -77,7 +78,7 @@ clean:  ## remove what was built, the environment too
 	@touch $@
 
 .venv/bench.ready: pyproject.toml .venv/demo.ready | .venv/bin/python
-	$(PIP) -e '.[cpu,models,bench]'
+	$(PIP) -e '.[cpu,cuda12x,models,bench]'
 	@touch $@
 
 .venv/dev.ready: pyproject.toml | .venv/bin/python

@@ -5,7 +5,7 @@ own time for a call with plan and `out`. Every call reads another cache of a rot
 block tables that are a random permutation of the pool. The yardstick is a kernel that only reads and sums the same caches. Times are
 medians over repeated rounds of GPU events; bytes are the keys and values of visible tokens, once per KV head.
 
-Written by hand for CuPy alone: `python -m bench.gpu_check` runs it, and `pytest bench/test_gpu_attention.py`.
+Written by hand for CuPy alone: `python -m bench.gpu_check` runs it, and `make bench`.
 """
 
 from __future__ import annotations

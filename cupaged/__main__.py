@@ -1,4 +1,4 @@
-"""The command line: `python -m cupaged info | generate | simulate`."""
+"""The command line: `python -m cupaged info | generate | simulate | bench`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     simulate.add_arguments(
         commands.add_parser("simulate", help="replay a request trace under several ways to manage memory")
     )
+    commands.add_parser("bench", help="a few benchmarks of each kind that can run here, under a minute")
     args = parser.parse_args(argv)
+    if args.command == "bench":
+        return int(_bench().run(short=True))
     if args.command == "simulate":
         return simulate.run(args)
     if args.command == "info":
@@ -41,6 +44,16 @@ def _example(name: str) -> Any:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)
+
+
+def _bench() -> Any:
+    """`bench/summary.py`: a part of the package in a wheel, a package beside it in a checkout."""
+    here = Path(__file__).resolve().parent
+    if (here / "bench").is_dir():
+        return importlib.import_module("cupaged.bench.summary")
+    if str(here.parent) not in sys.path:
+        sys.path.insert(0, str(here.parent))
+    return importlib.import_module("bench.summary")
 
 
 if __name__ == "__main__":

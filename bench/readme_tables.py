@@ -1,0 +1,137 @@
+"""README's tables, from the result files: `python -m bench.readme_tables` (or `make readme`).
+
+A table stands in README.md between `<!-- table: NAME -->` and `<!-- end of table -->`; what is between them is replaced. Figures come from
+the newest file of each benchmark in `bench/results/` and from nowhere else; `tests/test_readme.py` asserts that README is current.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from .results import FOLDER, Row, conditions, latest, load
+
+README = FOLDER.parents[1] / "README.md"
+_PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table of Markdown, its columns in line; all but the first are to the right."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: list[str]) -> str:
+        return (
+            "| "
+            + " | ".join(
+                c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+            )
+            + " |"
+        )
+
+    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    return "\n".join([line(head), rule, *map(line, rows)])
+
+
+def figure(x: float | None, unit: str = "") -> str:
+    """Three digits, thousands apart."""
+    if x is None:
+        return ""
+    digits = f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+    return f"{digits} {unit}".strip()
+
+
+def _times(row: Row, of: float | None) -> str:
+    return "" if of is None else f"{of / row.ours:.1f}" if of / row.ours < 10 else f"{of / row.ours:.0f}"
+
+
+def control_plane() -> str:
+    content, rows = load(latest("control-plane"))
+    lines = [
+        [row.work, figure(row.ours, row.unit), figure(row.limit), figure(row.peer), _times(row, row.peer)]
+        for row in rows
+    ]
+    return _with_conditions(content, markdown(["work", "cupaged", "goal", "vLLM", "vLLM / cupaged"], lines))
+
+
+def cpu_attention() -> str:
+    content, rows = load(latest("cpu-attention"))
+    others = sorted({name for row in rows for name in row.more.get("peers", {})})
+    head = ["call", "time", "GB/s", "of reading", "vLLM / cupaged", *(f"{name} / cupaged" for name in others)]
+    lines = []
+    for row in rows:
+        of_limit = "" if row.of_limit is None else f"{row.of_limit:.2f}"
+        rest = [_times(row, row.more.get("peers", {}).get(name)) for name in others]
+        lines.append(
+            [row.work, figure(row.ours, row.unit), figure(row.more.get("gb_s")), of_limit, _times(row, row.peer), *rest]
+        )
+    return _with_conditions(content, markdown(head, lines))
+
+
+def memory(name: str = "sharegpt") -> str:
+    """The memory study: a policy a line."""
+    study = json.loads((FOLDER / f"{name}.json").read_text())
+    shown = {
+        "contiguous-max": f"contiguous, {study['max_length']:,} slots each", "buddy": "contiguous, next power of two",
+        "oracle": "contiguous, exact length known", "paged-1": "paged, blocks of 1", "paged-16": "paged, blocks of 16",
+        "paged-128": "paged, blocks of 128", "parallel-4": "4 samples each, blocks of 16", "beam-4": "4 beams each, blocks of 16",
+    }  # fmt: skip
+    lines = []
+    for policy, words in shown.items():
+        p = study["policies"][policy]
+        waste = p["reservation"] + p["internal"] + p["external"]
+        shared = f"{p['shared']:.0%}" if p["shared"] else ""
+        lines.append(
+            [
+                words,
+                f"{p['useful']:.1%}",
+                f"{waste:.1%}",
+                f"{p['running_mean']:.1f}",
+                figure(p["wait_mean"], "s"),
+                shared,
+            ]
+        )
+    head = [
+        "policy",
+        "used of what is taken",
+        "waste of the pool",
+        "requests at once",
+        "mean wait",
+        "blocks saved by sharing",
+    ]
+    return markdown(head, lines)
+
+
+def verbatim(name: str) -> Callable[[], str]:
+    """What a command printed, its first line the command."""
+
+    def text() -> str:
+        found = sorted(FOLDER.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.txt"))
+        return f"```\n{found[-1].read_text().rstrip()}\n```"
+
+    return text
+
+
+def _with_conditions(content: dict, table: str) -> str:
+    return f"{table}\n\n`{content['command']}`: {conditions(content)}."
+
+
+TABLES = {
+    "control-plane": control_plane, "cpu-attention": cpu_attention, "memory": memory, "demo": verbatim("demo"), "test": verbatim("test"),
+}  # fmt: skip
+
+
+def rendered(text: str) -> str:
+    """`text` with every table made anew. Raises KeyError for a name that no table has."""
+    return _PLACE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def main() -> None:
+    text = README.read_text()
+    new = rendered(text)
+    README.write_text(new)
+    print("README.md is current" if new == text else "README.md: tables written")
+
+
+if __name__ == "__main__":
+    main()

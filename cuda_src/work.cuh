@@ -7,6 +7,9 @@
 //            from the lengths in device memory.
 // Partials   Float32, [num_partials, num_kv_heads, kRows, head_dim], beside their softmax states. The last block of a unit to
 //            finish, by an integer ticket, merges them in index order, so the bits do not depend on who came last.
+// Prefixes   Sequences whose tables begin with the same blocks may form a group. One launch attends to the keys of the groups'
+//            prefixes: there a unit is packed rows of a group, over the rows of all its sequences, and leaves its states and sums
+//            as they are. The launches after it attend to what is a sequence's own, and add the prefix when a row is finished.
 // Expects    kRows, kWarps, kTokens, kHeadDim, kQueryType, kPlanned, kFewestRows, kMostRows, kParamsBytes as constants.
 #pragma once
 #include "paged_kv.cuh"
@@ -18,6 +21,14 @@ struct Item {
 };
 struct Unit {
   int sequence, row, first_partial, num_partials;  // first packed row
+};
+
+struct SharedGroup {
+  int sequence, row, num_rows;  // whose table is read; rows [row, row + num_rows) of shared_rows
+  int length;                   // keys [0, length): every row sees all of them
+};
+struct SharedRow {
+  int token, position;
 };
 
 struct Params {
@@ -38,6 +49,11 @@ struct Params {
   float* partials;                                // [num_partials, num_kv_heads, kRows, head_dim]
   SoftmaxState* partial_states;                   // [num_partials, num_kv_heads, kRows]
   unsigned* tickets;                              // [num_units, num_kv_heads], 0 between launches
+  const SharedGroup* shared_groups;               // not null: this launch is over prefixes, and a unit's `sequence` is a group
+  const SharedRow* shared_rows;                   // [num_shared_rows]
+  const int* first_shared_row;                    // [num_seqs], -1: the sequence is in no group; null: none is
+  float* shared_sums;                             // [num_shared_rows, num_heads, head_dim]
+  SoftmaxState* shared_states;                    // [num_shared_rows, num_heads]
   int num_seqs, num_tokens, group, num_kv_heads;  // num_tokens: rows of out
   int causal, window, chunk, splits;              // window, chunk: 0 = none; splits: without a plan
   float scale, softcap;
@@ -72,7 +88,7 @@ __device__ __forceinline__ Row row_bounds(const Params& p, int seq_len, int posi
 
 struct Task {                         // an item with everything that is read from metadata
   int sequence, head, row, num_rows;  // packed rows [row, row + num_rows) of KV head `head`
-  int token;                          // where the sequence's queries begin
+  int token;                          // where the sequence's queries begin; of a group, in shared_rows
   int seq_len, before;                // position of query row 0
   int first, last;                    // keys that some row sees, [first, last), perhaps none
   int clean_lo, clean_hi;             // keys that every row sees
@@ -80,7 +96,15 @@ struct Task {                         // an item with everything that is read fr
 
 __device__ __forceinline__ Task make_task(const Params& p, int head, const Item& item, const Unit& unit) {
   Task task;
-  task.sequence = unit.sequence, task.head = head, task.row = unit.row;
+  task.head = head, task.row = unit.row;
+  if (p.shared_groups) {
+    const SharedGroup group = p.shared_groups[unit.sequence];
+    task.sequence = group.sequence, task.token = group.row, task.seq_len = group.length, task.before = 0;
+    task.num_rows = min(kRows, group.num_rows * p.group - unit.row);
+    task.first = item.first, task.last = item.last, task.clean_lo = 0, task.clean_hi = group.length;
+    return task;
+  }
+  task.sequence = unit.sequence;
   task.token = p.query_start_loc[unit.sequence];
   const int num_queries = p.query_start_loc[unit.sequence + 1] - task.token;
   task.seq_len = p.seq_lens[unit.sequence];
@@ -99,31 +123,60 @@ __device__ __forceinline__ Task make_task(const Params& p, int head, const Item&
 // The element of q, out or lse where packed row `row` of the task begins, with these strides.
 __device__ __forceinline__ long long row_offset(const Params& p, const Task& task, int row, long long token, long long head) {
   const int packed = task.row + row;
-  return (task.token + packed / p.group) * token + (task.head * p.group + packed % p.group) * head;
+  int of = task.token + packed / p.group;
+  if (p.shared_groups) of = p.shared_rows[of].token;
+  return of * token + (task.head * p.group + packed % p.group) * head;
 }
 
 // Bounds of every row of the tile, by the block's threads; rows past the task's repeat its last.
 __device__ __forceinline__ void load_rows(const Params& p, const Task& task, Row* rows) {
   for (int r = threadIdx.x; r < kRows; r += kThreads) {
     const int packed = task.row + min(r, task.num_rows - 1);
-    Row bounds = row_bounds(p, task.seq_len, task.before + packed / p.group);
+    Row bounds;
+    if (p.shared_groups) {
+      bounds = {0, task.seq_len, kAlibi ? p.shared_rows[task.token + packed / p.group].position : 0, 0.0f};
+    } else {
+      bounds = row_bounds(p, task.seq_len, task.before + packed / p.group);
+    }
     if (kAlibi) bounds.slope = p.alibi_slopes[task.head * p.group + packed % p.group];
     rows[r] = bounds;
   }
 }
 
-// Write one finished row: this lane's `sums` of exp * v over the state of all its keys. `v_factor`: of a value over what was
-// summed.
+// Write one finished row: this lane's `sums` of exp * v over the state of all its keys, or all but a shared prefix's. `v_factor`:
+// of a value over what was summed.
 __device__ __forceinline__ void finish_row(const Params& p, const Task& task, int row, const SoftmaxState& state, const float* sums,
                                            float v_factor) {
-  const int lane = threadIdx.x % 32, q_head = task.head * p.group + (task.row + row) % p.group;
-  const float keep = (p.sinks ? state.normalizer(p.sinks[q_head]) : state.normalizer()) * p.v_scale[task.head] * v_factor;
+  const int lane = threadIdx.x % 32, packed = task.row + row, q_head = task.head * p.group + packed % p.group;
+  const int shared_row = p.shared_groups ? task.token : p.first_shared_row ? p.first_shared_row[task.sequence] : -1;
+  const long long at = (long long)(shared_row + packed / p.group) * (p.num_kv_heads * p.group) + q_head;
+  if (p.shared_groups) {
+    if (lane == 0) p.shared_states[at] = state;
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) {
+      if (i * 32 + lane < kHeadDim) p.shared_sums[at * kHeadDim + i * 32 + lane] = sums[i];
+    }
+    return;
+  }
+  SoftmaxState whole = state;
+  float own = 1.0f, shared = 0.0f;
+  if (shared_row >= 0) {
+    const SoftmaxState prefix = p.shared_states[at];
+    whole.max = fmaxf(state.max, prefix.max);
+    own = exp_above(state.max, anchor(whole.max)), shared = exp_above(prefix.max, anchor(whole.max));
+    whole.sum = fmaf(prefix.sum, shared, state.sum * own);
+  }
+  const float keep = (p.sinks ? whole.normalizer(p.sinks[q_head]) : whole.normalizer()) * p.v_scale[task.head] * v_factor;
   kQueryType* out = p.out + row_offset(p, task, row, p.out_token, p.out_head);
 #pragma unroll
   for (int i = 0; i < kLaneDims; ++i) {
-    if (i * 32 + lane < kHeadDim) out[i * 32 + lane] = from_float<kQueryType>(sums[i] * keep);
+    if (i * 32 + lane < kHeadDim) {
+      float sum = sums[i];
+      if (shared_row >= 0) sum = fmaf(p.shared_sums[at * kHeadDim + i * 32 + lane], shared, sum * own);
+      out[i * 32 + lane] = from_float<kQueryType>(sum * keep);
+    }
   }
-  if (p.lse && lane == 0) p.lse[row_offset(p, task, row, p.lse_token, 1)] = state.lse();
+  if (p.lse && lane == 0) p.lse[row_offset(p, task, row, p.lse_token, 1)] = whole.lse();
 }
 
 // `count` states and their sums, merged in index order: state(i) and the address of sums(i) of one row.

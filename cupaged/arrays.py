@@ -46,6 +46,7 @@ class Attention(NamedTuple):
     plan: Plan | None
     out: Array  # [num_tokens, num_heads, head_dim]
     lse: Array | None  # [num_tokens, num_heads] float32
+    share_prefix: bool = True
 
 
 class WriteKV(NamedTuple):

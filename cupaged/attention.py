@@ -49,6 +49,7 @@ def paged_attention(
     v_scale: float | Array = 1.0,
     kv_dtype: str | None = None,
     num_splits: int | None = None,
+    share_prefix: bool = True,
     plan: Plan | None = None,
     out: Array | None = None,
     lse: Array | None = None,
@@ -74,6 +75,8 @@ def paged_attention(
         sinks: `[num_heads]`, adds `exp(sink)` to the denominator; `lse` excludes it.
         k_scale, v_scale: a number or `[num_kv_heads]`; value = stored * scale.
         num_splits: cut every sequence's keys into this many parts; fixes a row's bits whatever its neighbours.
+        share_prefix: on a GPU, attend once to blocks with which several tables begin, where that saves memory traffic. Only with
+            metadata on the host and without `window`, `chunk`, `num_splits` and a graph plan; a row then stays the same to rounding.
         plan: from `cupaged.plan`; its metadata are used in place of `block_tables`, `seq_lens` and `query_start_loc`.
         out, lse: arrays to fill, like `q`, and `[num_tokens, num_heads]` float32.
         return_lse: also return the natural log of the sum of exp of the logits.
@@ -109,7 +112,7 @@ def paged_attention(
         metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
     return attend_pages(
         q, pages, metadata, plan, scale=scale, causal=causal, window=window, chunk=chunk, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits,
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits, share_prefix=share_prefix,
         out=out, lse=lse, return_lse=return_lse,
     )  # fmt: skip
 
@@ -130,6 +133,7 @@ def attend_pages(
     k_scale: float | Array = 1.0,
     v_scale: float | Array = 1.0,
     num_splits: int | None = None,
+    share_prefix: bool = True,
     out: Array | None = None,
     lse: Array | None = None,
     return_lse: bool = False,
@@ -167,7 +171,16 @@ def attend_pages(
         if plan.options is not None:
             plan.check_options(
                 PlanOptions(
-                    num_heads, num_kv_heads, head_dim, dtype_name(q), kv_dtype, window, chunk, num_splits, bool(causal)
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    dtype_name(q),
+                    kv_dtype,
+                    window,
+                    chunk,
+                    num_splits,
+                    bool(causal),
+                    bool(share_prefix),
                 )
             )
     if out is None:
@@ -190,7 +203,7 @@ def attend_pages(
                 alibi_slopes=per_head(alibi_slopes, "alibi_slopes", num_heads, q),
                 sinks=per_head(sinks, "sinks", num_heads, q),
                 k_scale=scales(k_scale, "k_scale", num_kv_heads, q), v_scale=scales(v_scale, "v_scale", num_kv_heads, q),
-                kv_dtype=kv_dtype, num_splits=num_splits, plan=plan, out=out, lse=lse,
+                kv_dtype=kv_dtype, num_splits=num_splits, plan=plan, out=out, lse=lse, share_prefix=bool(share_prefix),
             )
         )  # fmt: skip
     return (out, lse) if return_lse else out

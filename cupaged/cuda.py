@@ -268,7 +268,7 @@ class Backend:
         assert plan.options is not None
         work = self._work(plan, plan.options)
         work.workspace = Workspace(self.launcher)
-        work.workspace.reserve(work.num_states, plan.options.head_dim, work.num_tickets)
+        work.workspace.reserve(work.num_states + work.num_shared_states, plan.options.head_dim, work.num_tickets)
         for part in work.parts:
             self._kernel(part.config, 16, planned=True)
 
@@ -317,6 +317,7 @@ class Backend:
             call.chunk,
             call.num_splits,
             call.causal,
+            call.share_prefix,
         )
         p: dict[str, Any] = dict.fromkeys(ATTENTION.names or (), 0)
         vec = self._describe(call, p)
@@ -335,6 +336,7 @@ class Backend:
             for part in work.parts:
                 for name in ("share_start", "items", "units"):
                     p[name] = work.address(name, part)
+                p["shared_groups"] = work.address("shared_groups") if part.over_prefixes else 0
                 launch(part.config, part.shares, planned=True)
         else:
             for config, units, splits in self._unplanned(call, options, p):
@@ -350,8 +352,12 @@ class Backend:
         p["num_seqs"], p["splits"] = work.sizes.seqs, 1
         workspace = work.workspace or self._stream_workspace()
         p["partials"], p["partial_states"], p["tickets"] = workspace.reserve(
-            work.num_states, options.head_dim, work.num_tickets
+            work.num_states + work.num_shared_states, options.head_dim, work.num_tickets
         )
+        if work.shared is not None:  # the end of the workspace is theirs
+            p["shared_states"] = p["partial_states"] + 8 * work.num_states
+            p["shared_sums"] = p["partials"] + 4 * options.head_dim * work.num_states
+            p["shared_rows"], p["first_shared_row"] = work.address("shared_rows"), work.address("first_shared_row")
         return work
 
     def _unplanned(
@@ -503,7 +509,7 @@ def warmup(
     Compiled code stays in CuPy's cache on disk, so that a second process only loads it. Raises what `cupaged.plan` raises for
     wrong sizes, ModuleNotFoundError without CuPy and RuntimeError without a GPU.
     """
-    options = plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, None, None, None, True)
+    options = plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, None, None, None, True, True)
     if isinstance(max_queries, bool) or not isinstance(max_queries, (int, np.integer)) or max_queries < 1:
         raise ValueError(f"max_queries: expected an integer of at least 1, got {max_queries!r}")
     current_backend().warmup(options, int(max_queries), softcap, alibi)

@@ -55,6 +55,7 @@ ATTENTION = _struct(
     (_PTR, "q", "out", "lse"), (_I64, "q_token", "q_head", "out_token", "out_head", "lse_token"),
     (_PTR, "alibi_slopes", "sinks", "k_scale", "v_scale", "seq_lens", "query_start_loc", "share_start", "items", "units"),
     (_PTR, "partials", "partial_states", "tickets"),
+    (_PTR, "shared_groups", "shared_rows", "first_shared_row", "shared_sums", "shared_states"),
     (_I32, "num_seqs", "num_tokens", "group", "num_kv_heads", "causal", "window", "chunk", "splits"), (_F32, "scale", "softcap"),
 )  # fmt: skip
 

@@ -17,6 +17,7 @@ from .kernel_config import FEW_ROWS, KernelConfig, attention_kernels
 from .launcher import Launcher
 from .plan import Bounds, Plan, PlanOptions
 from .schedule import Schedule, make_schedule
+from .shared_work import SharedWork, shared_work
 
 
 class PinnedRing:
@@ -49,12 +50,13 @@ class PinnedRing:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The sequences that one kernel takes: one launch."""
+    """The sequences that one kernel takes, or the prefixes that sequences share: one launch."""
 
     config: KernelConfig
     sizes: _Sizes
     shares: int  # blocks per KV head
     offsets: dict[str, int]  # of its sections in the buffer: share_start, units, items
+    over_prefixes: bool
 
     @property
     def states_per_head(self) -> int:
@@ -65,8 +67,9 @@ class Part:
 class DeviceWork:
     """One plan's metadata and schedules on one device, for one set of options.
 
-    Sections of the buffer, in order: seq_lens, query_start_loc, per part (share_start, units, items), slot_mapping, block_tables;
-    each aligned to 16 bytes. Tables come last, so that a copy ends with the last row in use.
+    Sections of the buffer, in order: seq_lens, query_start_loc, per part (share_start, units, items), slot_mapping, what prefixes
+    need, block_tables; each aligned to 16 bytes. Tables come last, so that a copy ends with the last row in use. Parts are in the
+    order of their launches: the one over shared prefixes, if there is one, comes first.
     """
 
     def __init__(self, launcher: Launcher, ring: PinnedRing, plan: Plan, options: PlanOptions) -> None:
@@ -74,19 +77,23 @@ class DeviceWork:
         self.options, self.bounds = options, plan.bounds
         self._group = options.num_heads // options.num_kv_heads
         kernels = self._kernels(plan)
+        self.shared = shared_work(launcher.info, plan, options, kernels)
+        if self.shared is not None:
+            kernels = (self.shared.config, *kernels)
         self._capacity = [max(1, launcher.info.num_sms * c.resident // options.num_kv_heads) for c in kernels]
-        schedules = [self._schedule(plan, c, n) for c, n in zip(kernels, self._capacity, strict=True)]
+        schedules = self._schedules(plan, kernels)
         sizes = [self._sizes(plan, *each) for each in zip(kernels, self._capacity, schedules, strict=True)]
         self.sizes = sizes[0]  # what does not differ between parts
-        self.offsets, part_offsets, num_bytes = _layout(sizes)
+        self.offsets, part_offsets, num_bytes = _layout(sizes, self.shared)
         self.parts = tuple(
-            Part(config, size, size.shares, offsets)
-            for config, size, offsets in zip(kernels, sizes, part_offsets, strict=True)
+            Part(config, size, size.shares, offsets, self.shared is not None and i == 0)
+            for i, (config, size, offsets) in enumerate(zip(kernels, sizes, part_offsets, strict=True))
         )
         self.buffer = launcher.empty((num_bytes + 16,), np.uint8)  # no section is empty at the very end
         self._base = launcher.pointer(self.buffer)
         # Launches follow one another and leave the tickets at 0: they share a workspace.
         self.num_states = options.num_kv_heads * max(part.states_per_head for part in self.parts)
+        self.num_shared_states = 0 if self.shared is None else options.num_heads * len(self.shared.rows)
         self.num_tickets = options.num_kv_heads * max(part.sizes.units for part in self.parts)
         self.workspace: Any = None  # of this work alone; None: the stream's
         self._fill(plan, schedules)
@@ -123,15 +130,22 @@ class DeviceWork:
 
     def update(self, plan: Plan) -> None:
         """Refill the buffer on the current stream for the plan's present metadata, which lie within the bounds."""
-        kernels = (part.config for part in self.parts)
-        self._fill(plan, [self._schedule(plan, c, n) for c, n in zip(kernels, self._capacity, strict=True)])
+        self._fill(plan, self._schedules(plan, tuple(part.config for part in self.parts)))
 
-    def _schedule(self, plan: Plan, config: KernelConfig, shares: int) -> Schedule:
-        o = self.options
-        return make_schedule(
-            plan.seq_lens, plan.query_start_loc, group=self._group, rows=config.rows, tile=config.tile, shares=shares,
-            causal=o.causal, window=o.window, chunk=o.chunk, num_splits=o.num_splits, takes=config.takes,
-        )  # fmt: skip
+    def _schedules(self, plan: Plan, kernels: tuple[KernelConfig, ...]) -> list[Schedule]:
+        o, shared = self.options, self.shared
+        schedules: list[Schedule] = []
+        for config, shares in zip(kernels, self._capacity, strict=True):
+            how: dict[str, Any] = {"group": self._group, "rows": config.rows, "tile": config.tile, "shares": shares}
+            if shared is not None and not schedules:
+                schedule = make_schedule(shared.lengths, shared.starts, causal=False, after=True, **how)
+            else:
+                schedule = make_schedule(
+                    plan.seq_lens, plan.query_start_loc, causal=o.causal, window=o.window, chunk=o.chunk, num_splits=o.num_splits,
+                    takes=config.takes, skip=None if shared is None else shared.skip, **how,
+                )  # fmt: skip
+            schedules.append(schedule)
+        return schedules
 
     def _fill(self, plan: Plan, schedules: list[Schedule]) -> None:
         sizes, offsets = self.sizes, self.offsets
@@ -153,6 +167,8 @@ class DeviceWork:
             put(part.offsets["items"], schedule.items, 4 * len(schedule.items), 0)
         slots = np.empty(0, np.int64) if plan.slot_mapping is None else plan.slot_mapping
         put(offsets["slot_mapping"], slots, sizes.slots, -1)
+        for name, values in ({} if self.shared is None else self.shared.sections).items():
+            put(offsets[name], values, values.size, 0)
         tables = staged[offsets["block_tables"] : end].view(np.int32).reshape(n, sizes.columns)
         tables[:, :columns] = plan.block_tables[:, :columns]
         self._ring.send(self.buffer, end)
@@ -190,7 +206,7 @@ class _Sizes:
         )  # fmt: skip
 
 
-def _layout(parts: list[_Sizes]) -> tuple[dict[str, int], list[dict[str, int]], int]:
+def _layout(parts: list[_Sizes], shared: SharedWork | None) -> tuple[dict[str, int], list[dict[str, int]], int]:
     """Byte offset of each section, of each section of the parts, and the size of the whole."""
     end = 0
 
@@ -206,5 +222,7 @@ def _layout(parts: list[_Sizes]) -> tuple[dict[str, int], list[dict[str, int]], 
         for s in parts
     ]
     offsets["slot_mapping"] = place(8 * first.slots)
+    if shared is not None:
+        offsets |= {name: place(values.nbytes) for name, values in shared.sections.items()}
     offsets["block_tables"] = place(4 * first.seqs * first.columns)
     return offsets, part_offsets, end

@@ -229,7 +229,7 @@ class Growth:
 
     def _number(self, step: Step, lengths: Ints, copying: Ints) -> None:
         step.num_cached = np.zeros(len(lengths), np.int32)
-        step.block_size, step.num_blocks = self.block_size, self._pool.num_blocks
+        step.block_size, step.num_blocks, step.sharing = self.block_size, self._pool.num_blocks, self._pool.sharing
         self.serial += 1
         step.serial, step.after = self.serial, self.after
         if len(step.copies):

@@ -203,6 +203,7 @@ class KVCache:
                 self.block_size,
                 step.num_blocks,
                 step.slot_mapping,
+                step=step,
             )
         return plan
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import DTYPES, FP8_DTYPES, Array
+from .shared_prefix import SharedPrefix, find_shared_prefix
 
 if TYPE_CHECKING:
     from .steps import Step
@@ -31,6 +32,7 @@ class PlanOptions:
     chunk: int | None
     num_splits: int | None
     causal: bool
+    share_prefix: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,23 @@ class Plan:
     options: PlanOptions | None = None  # None: any call may use the plan
     bounds: Bounds | None = None
     device: dict[Any, Any] = field(default_factory=dict)  # a backend's work for this step
+    step: Step | None = None  # the allocator's, which knows what its tables share
+    _shared_prefix: SharedPrefix | None = None
 
     @property
     def num_tokens(self) -> int:
         return int(self.query_start_loc[-1])
+
+    @property
+    def shared_prefix(self) -> SharedPrefix:
+        """Sequences whose tables begin with the same blocks, found when it is first asked for."""
+        if self._shared_prefix is None:
+            if self.step is not None:
+                self._shared_prefix = self.step.shared_prefix
+            else:
+                where = (self.block_tables, self.seq_lens, self.query_start_loc)
+                self._shared_prefix = find_shared_prefix(*where, self.block_size)
+        return self._shared_prefix
 
     @property
     def write_slots(self) -> Array | None:
@@ -113,6 +128,7 @@ class Plan:
             fresh.query_start_loc,
         )
         self.slot_mapping, self.num_blocks = fresh.slot_mapping, fresh.num_blocks
+        self.step = self._shared_prefix = None
 
 
 def plan(
@@ -131,6 +147,7 @@ def plan(
     chunk: int | None = None,
     num_splits: int | None = None,
     causal: bool = True,
+    share_prefix: bool = True,
     device: str | None = None,
     max_seqs: int | None = None,
     max_tokens: int | None = None,
@@ -139,7 +156,8 @@ def plan(
     """Check one step's metadata and prepare its work, once for all layers.
 
     Args:
-        seq_lens, block_tables, query_start_loc, window, chunk, num_splits, causal: host arrays and options as in `paged_attention`.
+        seq_lens, block_tables, query_start_loc, window, chunk, num_splits, causal, share_prefix: host arrays and options as in
+            `paged_attention`.
         slot_mapping: `[num_tokens]`, kept beside the rest; `plan.write_slots` is what to give to `write_kv`.
         num_heads, num_kv_heads, head_dim, block_size, dtype, kv_dtype: of the calls that will use the plan; `kv_dtype` is what the
             pages hold, by default `dtype`.
@@ -147,7 +165,8 @@ def plan(
             and prepares what it needs then).
         max_seqs, max_tokens, max_blocks: all three or none. With them the plan is a graph plan: a call allocates nothing, its grid is
             fixed, and `update` brings later steps into the same buffers. `q` and `out` of a call may have up to `max_tokens` rows;
-            rows past the step's own come out empty. `max_tokens == max_seqs` is tuned for one query row a sequence.
+            rows past the step's own come out empty. `max_tokens == max_seqs` is tuned for one query row a sequence. Prefixes are
+            never shared: which launches there are is fixed.
 
     Raises:
         TypeError, ValueError: naming argument, row and value, what was expected, and the fix.
@@ -160,7 +179,7 @@ def plan(
         tokens.block_tables, tokens.seq_lens, tokens.query_start_loc, block_size,
         int(tokens.block_tables.max(initial=-1, where=used)) + 1,
         None if slot_mapping is None else _slots(slot_mapping, tokens.num_tokens),
-        plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal),
+        plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal, share_prefix),
         _bounds(max_seqs, max_tokens, max_blocks),
     )  # fmt: skip
     if device not in (None, "cpu", "cuda"):
@@ -180,7 +199,7 @@ def plan(
 
 def plan_options(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, kv_dtype: str | None, window: int | None, chunk: int | None,
-    num_splits: int | None, causal: bool,
+    num_splits: int | None, causal: bool, share_prefix: bool,
 ) -> PlanOptions:  # fmt: skip
     """The options of calls, checked. Raises ValueError naming the one that is wrong."""
     for name, value in (
@@ -201,7 +220,16 @@ def plan_options(
     if kv_dtype not in (None, *DTYPES, *FP8_DTYPES):
         raise ValueError(f"kv_dtype: expected None or one of {', '.join(DTYPES + FP8_DTYPES)}, got {kv_dtype!r}")
     return PlanOptions(
-        num_heads, num_kv_heads, head_dim, dtype, kv_dtype or dtype, window, chunk, num_splits, bool(causal)
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        kv_dtype or dtype,
+        window,
+        chunk,
+        num_splits,
+        bool(causal),
+        bool(share_prefix),
     )
 
 

@@ -42,12 +42,15 @@ def make_schedule(
     chunk: int | None = None,
     num_splits: int | None = None,
     takes: tuple[int, int] | None = None,
+    skip: Array | None = None,
+    after: bool = False,
 ) -> Schedule:
     """Cut one step's work into at most `shares` equal shares.
 
     Packed row `r * group + g` of a sequence is query row r for head g of a KV head's group; a unit is `rows` of them. Keys that no
     row of a unit may see are not part of it. With `num_splits`, a sequence's keys are cut at edges that follow from its own length
     alone; the pieces are dealt out whole. `takes`: fewest and most packed rows of the sequences that count, others are left out.
+    `skip`: how many first keys of each sequence are attended to elsewhere. `after`: every row stands after all keys.
     """
     lens, starts = seq_lens.astype(np.int64), query_start_loc.astype(np.int64)
     num_queries = np.diff(starts)
@@ -56,10 +59,12 @@ def make_schedule(
         packed = np.where((packed >= takes[0]) & (packed <= takes[1]), packed, 0)
     sequence, row = _units(packed, rows)
     # positions of the first and last query row of each unit
-    before = lens - num_queries
+    before = lens if after else lens - num_queries
     first_row = before[sequence] + row // group
     last_row = before[sequence] + (np.minimum(row + rows, num_queries[sequence] * group) - 1) // group
     low = _lowest_key(first_row, window, chunk)
+    if skip is not None:
+        low = np.maximum(low, skip[sequence])
     high = _highest_key(last_row, lens[sequence], causal, chunk)
     first_tile = low // tile
     last_tile = np.maximum(-(-high // tile), first_tile)
@@ -95,6 +100,8 @@ def make_schedule(
     first_partial = np.cumsum(np.where(split, count, 0)) - np.where(split, count, 0)
     items = np.empty((len(of), 4), np.int32)
     items[:, 0], items[:, 1], items[:, 2] = of, first * tile, np.minimum(last * tile, high[of])
+    if skip is not None:  # ends inside a tile
+        items[:, 1] = np.maximum(items[:, 1], skip[sequence][of])
     items[:, 3] = np.where(split[of], first_partial[of] + nth, -1)
     units = np.empty((len(sequence), 4), np.int32)
     units[:, 0], units[:, 1], units[:, 2], units[:, 3] = sequence, row, first_partial, count

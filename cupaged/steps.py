@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from .block_pool import Ints
 from .free_queues import Blocks
+from .shared_prefix import NOTHING, SharedPrefix, find_shared_prefix
 from .tables import UNCHANGED, BlockTables, ranges
 
 Int32s = npt.NDArray[np.int32]
@@ -34,12 +35,14 @@ class Step:
         serial: 1, 2, 3 ... in the order in which the allocator made its steps, which is the order to execute them in.
         after: serial of the newest earlier step that had copies or swaps, 0 when there is none.
         block_size, num_blocks: of the allocator.
+        sharing: whether any block had more than one reference.
         device: where whoever executes the step may keep what belongs to it.
     """
 
     __slots__ = (
-        "_before", "_copied", "_marked", "_others", "after", "block_size", "block_tables", "copies", "device", "num_blocks",
-        "num_cached", "packed", "query_start_loc", "rows", "seq_lens", "serial", "slot_mapping", "swap_in", "swap_out",
+        "_before", "_copied", "_marked", "_others", "_shared_prefix", "after", "block_size", "block_tables", "copies", "device",
+        "num_blocks", "num_cached", "packed", "query_start_loc", "rows", "seq_lens", "serial", "sharing", "slot_mapping", "swap_in",
+        "swap_out",
     )  # fmt: skip
 
     block_tables: Blocks
@@ -56,6 +59,7 @@ class Step:
     after: int
     block_size: int
     num_blocks: int
+    sharing: bool
     device: dict[object, Any]
     _before: Ints  # lengths before the step
     _copied: Ints  # sequences whose table entry at that length changed by copy-on-write
@@ -77,6 +81,15 @@ class Step:
         self.rows = rows.copy()
         self.swap_out = self.swap_in = self.copies = NO_PAIRS
         self.device = {}
+        self._shared_prefix: SharedPrefix | None = None
+
+    @property
+    def shared_prefix(self) -> SharedPrefix:
+        """Sequences of the step whose tables begin with the same blocks, found when it is first asked for."""
+        if self._shared_prefix is None:
+            where = (self.block_tables, self.seq_lens, self.query_start_loc)
+            self._shared_prefix = find_shared_prefix(*where, self.block_size) if self.sharing else NOTHING
+        return self._shared_prefix
 
     def keep_changes(self, tables: BlockTables, lengths: Ints, before: Ints, copied: Ints) -> None:
         """Note what `delta` will tell, and clear the marks: `before` are the lengths before the step, `lengths` those of all rows now."""

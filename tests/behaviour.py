@@ -34,7 +34,7 @@ class Case:
         return self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens
 
     def oracle(self) -> tuple[np.ndarray, np.ndarray]:
-        options = {k: v for k, v in self.options.items() if k != "num_splits"}
+        options = {k: v for k, v in self.options.items() if k not in ("num_splits", "share_prefix")}
         return reference.paged_attention(*self.arguments(), **options)
 
     def poisoned(self, poison: float) -> Case:
@@ -168,6 +168,7 @@ def make_case(
     layout: str = "HND",
     magnitude: float = 1.0,
     spare_columns: int = 1,
+    shared: dict[int, tuple[int, int]] | None = None,  # sequence: (an earlier one, full blocks that it begins with too)
     **options: Any,
 ) -> Case:
     """Random queries and a poisoned pool, interleaved with other layers' memory, that holds random keys and values."""
@@ -176,7 +177,7 @@ def make_case(
     options = {
         "layout": layout, "query_start_loc": None, "scale": None, "causal": True, "window": None, "chunk": None, "softcap": None,
         "alibi_slopes": None, "sinks": None, "k_scale": 1.0, "v_scale": 1.0, "kv_dtype": kv_dtype if fp8 else None,
-        "num_splits": None, **options,
+        "num_splits": None, "share_prefix": True, **options,
     }  # fmt: skip
     columns = [-(-n // block_size) for n in seq_lens]
     num_blocks = sum(columns) + 2
@@ -188,6 +189,9 @@ def make_case(
     tables = tables.astype(np.int32)
     for row, used in enumerate(columns):
         tables[row, :used] = ids[sum(columns[:row]) :][:used]
+    for row, (other, blocks) in sorted((shared or {}).items()):
+        blocks = min(blocks, seq_lens[row] // block_size, seq_lens[other] // block_size)
+        tables[row, :blocks] = tables[other, :blocks]
     shape = (num_kv_heads, block_size) if layout == "HND" else (block_size, num_kv_heads)
     pool = np.empty(
         (num_blocks, 3, 2, *shape, head_dim), page_dtype
@@ -230,7 +234,7 @@ def cases(
 ) -> Case:
     """Any call that the contract allows, small."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    num_seqs = draw(st.integers(1, 4))
+    num_seqs = draw(st.integers(1, 5))
     block_size = draw(st.sampled_from(block_sizes))
     longest = draw(st.sampled_from([3, 20, 150]))
     seq_lens = draw(st.lists(st.integers(0, longest), min_size=num_seqs, max_size=num_seqs))
@@ -240,8 +244,18 @@ def cases(
     dtype = draw(st.sampled_from(["float32", "float16", "bfloat16"]))
     kv_dtype = draw(st.sampled_from([None, None, "fp8_e4m3", "fp8_e5m2"]))
 
+    shared = {}
+    for row in range(1, num_seqs):
+        if draw(st.booleans()):
+            shared[row] = draw(st.integers(0, row - 1)), draw(st.integers(1, longest // block_size + 1))
+
     def sometimes(strategy: st.SearchStrategy[Any]) -> Any:
         return draw(st.none() | strategy)
+
+    plain = draw(st.booleans())  # no window, chunk or fixed splits: prefixes may be shared
+
+    def unless_plain(strategy: st.SearchStrategy[Any]) -> Any:
+        return None if plain else sometimes(strategy)
 
     def scale_of() -> Any:
         return draw(st.sampled_from([1.0, 0.25, rng.uniform(0.1, 2.0, num_kv_heads).astype(np.float32)]))
@@ -250,10 +264,10 @@ def cases(
         rng, seq_lens=seq_lens, query_lens=query_lens, num_kv_heads=num_kv_heads, group=group,
         head_dim=draw(st.sampled_from(head_dims)), block_size=block_size, dtype=dtype, kv_dtype=kv_dtype,
         layout=draw(st.sampled_from(["HND", "NHD"])), causal=draw(st.booleans()),
-        window=sometimes(st.integers(1, longest + 2)), chunk=sometimes(st.integers(1, longest + 2)),
+        window=unless_plain(st.integers(1, longest + 2)), chunk=unless_plain(st.integers(1, longest + 2)),
         softcap=sometimes(st.sampled_from([0.5, 5.0, 50.0])), scale=sometimes(st.sampled_from([0.05, 0.7, -0.3])),
         alibi_slopes=rng.uniform(-0.3, 0.3, num_heads).astype(np.float32) if draw(st.booleans()) else None,
         sinks=rng.normal(0, 2, num_heads).astype(np.float32) if draw(st.booleans()) else None,
-        k_scale=scale_of(), v_scale=scale_of(), num_splits=sometimes(st.integers(1, 5)),
-        spare_columns=draw(st.integers(0, 2)),
+        k_scale=scale_of(), v_scale=scale_of(), num_splits=unless_plain(st.integers(1, 5)),
+        spare_columns=draw(st.integers(0, 2)), shared=shared,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from devices import Device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupaged import reference
+from cupaged import reference, shared_work
 from cupaged.arrays import numpy_dtype
 
 
@@ -24,7 +24,10 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> None:
     np.testing.assert_array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
 
 
-def test_paged_equals_dense(device: Device) -> None:
+def test_paged_equals_dense(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_work, "LAUNCH_BYTES_PER_SM", -1)  # prefixes are shared wherever they may be
+    monkeypatch.setattr(shared_work, "SUM_BYTES", 0)
+
     @settings(max_examples=device.examples)
     @given(behaviour.cases(head_dims=device.head_dims, block_sizes=device.block_sizes, groups=device.groups))
     def check(case: behaviour.Case) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_pool import BlockPool, Ints, integer, integers, require
-from .commit import adopt, check_tokens
+from .commit import adopt, check_tokens, commit_decoded, learn
 from .errors import OutOfBlocks
 from .growth import Growth
 from .preemption import Preemption
@@ -24,7 +24,6 @@ from .prefix_cache import CacheEvent, PrefixCache, Tokens
 from .rows import Rows
 from .stats import Stats, read_stats
 from .steps import Step
-from .tables import ranges
 
 T = TypeVar("T")
 
@@ -215,6 +214,8 @@ class BlockAllocator:
         requests = self._requests
         selected = requests.select(ids, rows)
         known, lengths = requests.known.take(selected), requests.lengths.take(selected)
+        if self._cache and commit_decoded(requests, self.pool, self._cache, selected, known, lengths, token_ids):
+            return
         counts, tokens = _split(token_ids, lengths - known)
         ends = known + counts
         if (ends > lengths).any():
@@ -225,17 +226,12 @@ class BlockAllocator:
             )
         if self._cache is None:
             return
-        if len(tokens) == len(selected) and np.count_nonzero(counts == 1) == len(selected):
-            places, owners = known, np.arange(len(selected))
-        else:
-            places, owners = ranges(known, counts), np.repeat(np.arange(len(selected)), counts)
-        columns = places // self.block_size
-        blocks = self._tables.at(selected.take(owners), columns).astype(np.int64)
-        wrong = self._cache.learn(blocks, places - columns * self.block_size, tokens)
-        if len(wrong):
-            name = requests.names[selected[owners[wrong[0]]]]
+        wrong = learn(requests, self._cache, selected, known, counts, tokens)
+        if wrong is not None:
+            i, place = wrong
             raise ValueError(
-                f"token_ids: token {places[wrong[0]]} of request {name!r} differs from what was committed in the block that it shares"
+                f"token_ids: token {place} of request {requests.names[selected[i]]!r} differs from what was committed in the block that it "
+                "shares"
             )
         requests.known[selected] = ends
         first, stop = known // self.block_size, ends // self.block_size

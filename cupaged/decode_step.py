@@ -14,7 +14,6 @@ from .free_queues import Blocks
 from .rows import MAX_TOKENS, Rows
 from .steps import Int32s, Step
 
-_NO_COPIES: Blocks = np.zeros((0, 2), np.int32)
 _ZERO, _ONE = np.array(0), np.array(1)
 
 
@@ -56,7 +55,6 @@ class DecodeStep:
         self._requests.lengths[rows] = total
         step.seq_lens[:] = total
         step.query_start_loc[:] = self._count(n + 1)
-        step.copies = _NO_COPIES
         return step, blocks
 
     def _count(self, n: int) -> Int32s:

@@ -12,7 +12,7 @@ from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .prefix_cache import PrefixCache, Tokens
 from .rows import MAX_TOKENS, Rows
-from .steps import Step
+from .steps import Step, write_slots
 from .tables import ranges
 
 _NONE: Ints = np.zeros(0, np.int64)
@@ -212,6 +212,14 @@ class Growth:
     def _finish(self, step: Step, plan: Plan, lengths: Ints, counts: Ints | None) -> None:
         """Fill in what follows from the tables, and number the step."""
         size, (n, columns) = self.block_size, step.block_tables.shape
+        if n == 1:
+            total = int(plan.total[0])
+            step.query_start_loc[:] = 0, len(step.slot_mapping)
+            first, stop = int(lengths[0]) // size, -(-total // size)
+            write_slots(step.slot_mapping, step.block_tables[0, first:stop], int(lengths[0]) - first * size, size)
+            step.seq_lens[:] = total
+            self._number(step, lengths, plan.copying)
+            return
         base = np.arange(n) * (columns * size)  # token 0 of each sequence, the tables laid end to end
         if counts is None:
             token = base + lengths

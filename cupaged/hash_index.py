@@ -1,6 +1,9 @@
-"""Blocks by the hash of their content: an open-addressing table whose every action works on arrays.
+"""Blocks by the hash of their content: a table of small buckets whose every action works on arrays.
 
-A hash only finds candidates: blocks with one hash stand side by side, and whoever asks compares contents.
+A hash only finds candidates: whoever asks compares contents. A bucket has room for eight entries and holds four on average when the pool
+is full of content, so that nearly every question is answered by one bucket: its eight tags (other bits of the hashes) are read and
+compared at once. An entry that finds its bucket full goes to the next one with room, and the buckets that it passed remember
+that (Swiss tables do the same with tombstones).
 """
 
 from __future__ import annotations
@@ -14,89 +17,124 @@ import numpy.typing as npt
 from .free_queues import Blocks
 
 Hashes = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
 
-_EMPTY, _HOLE = -1, -2
-_HALF = np.uint64(32)
-_SPREAD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
+Homes = tuple[Ints, npt.NDArray[np.uint32]]
+
+_ROOM = 8  # entries of a bucket
+_FULL = np.array(255, np.uint8)
+_SPREAD = np.array(0x9E3779B97F4A7C15, np.uint64)  # 2**64 over the golden ratio
+_HALF = np.array(32, np.uint64)
+_TAGGED = np.array(1, np.uint32)  # set in the tag of every entry: 0 is an empty place
+_EIGHT, _THREE, _SEVEN = np.array(8), np.array(3), np.array(7)
+_STATES = np.arange(256)
+_FIRST_FREE: Ints = np.array([(~s & s + 1).bit_length() - 1 for s in range(256)]) % _ROOM  # lowest bit that is not set
+_FILLED = (_STATES | _STATES + 1).astype(np.uint8)  # with that bit set
+_BIT = (1 << np.arange(_ROOM)).astype(np.uint8)
 
 
 class HashIndex:
-    """Entries are block ids; `hashes [num_blocks]`, which the owner fills, says where they belong. Linear probing."""
+    """Entries are block ids; `hashes [num_blocks]`, which the owner fills, says where they belong."""
 
     def __init__(self, hashes: Hashes) -> None:
         self.hashes = hashes
-        self._size = min(4 * len(hashes) + 4, 2**32 - 1)  # a quarter full at most, with the holes three eighths
-        self._table = np.full(self._size, _EMPTY, np.int32)
+        self._num_buckets = len(hashes) // 4 + 2
+        self._modulus = np.array(self._num_buckets, np.uint64)
+        self._tags = np.zeros((self._num_buckets, _ROOM), np.uint32)
+        self._table = np.full(self._num_buckets * _ROOM, -1, np.int32)  # the entries, bucket by bucket
+        self._used = np.zeros(self._num_buckets, np.uint8)  # a bit for each place that has an entry
+        self._passed = np.zeros(self._num_buckets, np.bool_)  # whether an entry that belongs here may be further on
+        self._num_passed = 0  # as many at most
         self._place = np.full(len(hashes), -1, np.int32)  # of each block in the table, -1: none
         self.count = 0
-        self._holes = 0
 
     def holds(self, blocks: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which of `blocks [n]` are entries."""
         return self._place.take(blocks) >= 0
 
-    def find(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        """The first entry with each of `hashes [n]`, -1 where there is none."""
-        found = np.full(len(hashes), -1, np.int64)
+    def find(self, homes: Homes) -> Ints:
+        """A candidate for each of the hashes with `homes [n]`, -1 where no entry has that hash."""
+        buckets, tags = homes
+        found = np.full(len(tags), -1, np.int64)
         if not self.count:
             return found
-        asking, places = np.arange(len(hashes)), self._home(hashes)
+        asking: Ints | None = None  # None: all
         while True:
-            blocks = self._table.take(places)
-            there = (blocks != _EMPTY).nonzero()[0]
-            if len(there) < len(blocks):
-                asking, places, blocks = asking.take(there), places.take(there), blocks.take(there)
-            if not len(asking):
+            same = (self._tags.take(buckets, 0) == tags[:, None]).reshape(-1).nonzero()[0]
+            if len(same):
+                who = same >> _THREE
+                places = buckets.take(who) * _EIGHT + (same & _SEVEN)
+                found[who if asking is None else asking.take(who)] = self._table.take(places)
+            if not self._num_passed:
                 return found
-            same = (self.hashes.take(blocks, mode="clip") == hashes.take(asking)) & (blocks >= 0)
-            found[asking[same]] = blocks[same]
-            further = (~same).nonzero()[0]
-            asking, places = asking.take(further), (places.take(further) + 1) % self._size
+            further = self._passed.take(buckets).nonzero()[0]
+            missed = found.take(further if asking is None else asking.take(further)) < 0
+            further = further[missed]
+            if not len(further):
+                return found
+            asking = further if asking is None else asking.take(further)
+            buckets, tags = self._next(buckets.take(further)), tags.take(further)
 
-    def find_leading(self, hashes: Hashes) -> npt.NDArray[np.int64]:
+    def find_leading(self, homes: Homes) -> Ints:
         """`find`, but what comes after the first one that is not there may be -1 without a look."""
-        found = np.full(len(hashes), -1, np.int64)
-        begin, length = 0, 32
-        while begin < len(hashes):
-            piece = found[begin : begin + length] = self.find(hashes[begin : begin + length])
-            if piece.min() < 0:
+        buckets, tags = homes
+        if len(tags) <= 256:
+            return self.find(homes)
+        found = np.full(len(tags), -1, np.int64)
+        begin, length = 0, 128
+        while begin < len(tags):
+            here = slice(begin, begin + length)
+            piece = found[here] = self.find((buckets[here], tags[here]))
+            if piece[piece.argmin()] < 0:
                 break
-            begin, length = begin + length, 4 * length
+            begin, length = begin + length, 8 * length
         return found
 
     def find_all(self, hash_: np.uint64) -> Iterator[int]:
         """Every entry with one hash."""
-        place = int(self._home(np.array([hash_]))[0])
-        while (block := int(self._table[place])) != _EMPTY:
-            if block >= 0 and self.hashes[block] == hash_:
-                yield block
-            place = (place + 1) % self._size
+        bucket = int(self.homes(np.array([hash_]))[0][0])
+        while True:
+            for block in self._table[bucket * _ROOM : (bucket + 1) * _ROOM].tolist():
+                if block >= 0 and self.hashes[block] == hash_:
+                    yield block
+            if not self._passed[bucket]:
+                return
+            bucket = (bucket + 1) % self._num_buckets
 
-    def insert(self, blocks: npt.NDArray[Any]) -> None:
-        """Add `blocks [n]`, none of them an entry."""
-        if 8 * self._holes > self._size:
+    def insert(self, blocks: npt.NDArray[Any], homes: Homes) -> None:
+        """Add `blocks [n]`, none of them an entry, whose hashes have `homes`."""
+        if 8 * self._num_passed > self._num_buckets:
             self._rebuild()
         self.count += len(blocks)
-        places = self._home(self.hashes.take(blocks))
+        buckets, tags = homes[0].copy(), homes[1]
         while len(blocks):
-            before = self._table.take(places)
-            vacant = (before < 0).nonzero()[0]
-            self._table[places.take(vacant)] = blocks.take(vacant)
-            there = self._table.take(places)
-            won = (there == blocks).nonzero()[0]  # of several that wanted one place, one
-            self._place[blocks.take(won)] = places.take(won)
-            if self._holes:
-                self._holes -= int(np.count_nonzero(before.take(won) == _HOLE))
-            lost = (there != blocks).nonzero()[0]
-            blocks, places = blocks.take(lost), (places.take(lost) + 1) % self._size
+            used = self._used.take(buckets)
+            full = used == _FULL
+            if np.count_nonzero(full):
+                over = full.nonzero()[0]
+                passed = buckets.take(over)
+                self._num_passed += len(over) - int(np.count_nonzero(self._passed.take(passed)))  # or fewer
+                self._passed[passed] = True
+                buckets[over] = self._next(passed)
+                continue
+            places = buckets * _EIGHT
+            places += _FIRST_FREE.take(used)
+            # of several that want one place the last one gets it, with its tag
+            self._table[places] = blocks
+            self._tags.reshape(-1)[places] = tags
+            self._place[blocks] = places
+            self._used[buckets] = _FILLED.take(used)
+            lost = (self._table.take(places) != blocks).nonzero()[0]
+            blocks, buckets, tags = blocks.take(lost), buckets.take(lost), tags.take(lost)
 
     def remove(self, blocks: npt.NDArray[Any]) -> None:
         """Take out `blocks [n]`, all of them entries."""
-        places = self._place.take(blocks)
-        self._table[places] = _HOLE
+        places = self._place.take(blocks).astype(np.int64)
+        self._table[places] = -1
+        self._tags.reshape(-1)[places] = 0
+        np.subtract.at(self._used, places >> _THREE, _BIT.take(places & _SEVEN))
         self._place[blocks] = -1
         self.count -= len(blocks)
-        self._holes += len(blocks)
 
     def replace(self, old: int, new: int) -> None:
         """Put `new` in the place of `old`; they have one hash."""
@@ -105,9 +143,12 @@ class HashIndex:
 
     def clear(self) -> None:
         """Take out all entries."""
-        self._table.fill(_EMPTY)
+        self._table.fill(-1)
         self._place.fill(-1)
-        self.count = self._holes = 0
+        self._tags.fill(0)
+        self._used.fill(0)
+        self._passed.fill(False)
+        self.count = self._num_passed = 0
 
     def entries(self) -> Blocks:
         """All entries, in no order."""
@@ -116,7 +157,19 @@ class HashIndex:
     def _rebuild(self) -> None:
         blocks = self.entries()
         self.clear()
-        self.insert(blocks)
+        self.insert(blocks, self.homes(self.hashes.take(blocks)))
 
-    def _home(self, hashes: Hashes) -> npt.NDArray[np.int64]:
-        return (((hashes * _SPREAD) >> _HALF) * np.uint64(self._size) >> _HALF).astype(np.int64)
+    def _next(self, buckets: Ints) -> Ints:
+        following = buckets + 1
+        following[following == self._num_buckets] = 0
+        return following
+
+    def homes(self, hashes: Hashes) -> Homes:
+        """The bucket where each of `hashes [n]` belongs, and its tag."""
+        mixed = hashes * _SPREAD
+        tags = mixed.astype(np.uint32)
+        tags |= _TAGGED
+        mixed >>= _HALF
+        mixed *= self._modulus
+        mixed >>= _HALF
+        return mixed.view(np.int64), tags

@@ -19,12 +19,13 @@ import numpy.typing as npt
 
 from .block_pool import BlockPool, Ints
 from .free_queues import Blocks
-from .hash_index import Hashes, HashIndex
+from .hash_index import Hashes, HashIndex, Homes
 from .siblings import Siblings, common_lengths
 
 Tokens = npt.NDArray[np.int32]
 
-_SIBLINGS = 64  # children of one parent that are compared for a partial match, the newest ones
+_ONE = np.array(1)
+_SIBLINGS = 16  # children of one parent that are compared for a partial match, the newest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int, record_events: bool = False) -> None:
         n = pool.num_blocks
         self._pool, self.block_size = pool, block_size
+        self.size = np.array(block_size)  # an array: a Python int would be converted at every use
         self.tokens = np.zeros((n, block_size), np.int32)
         self.filled = np.zeros(n, np.int32)  # how many of them are known
         self.serial = np.zeros(n, np.int64)  # number of the identity, 0: none
@@ -88,13 +90,13 @@ class PrefixCache:
         children = self._siblings.newest(int(blocks[-1]) if len(blocks) else -1, root, _SIBLINGS) if len(rest) else []
         if not children:
             return blocks, -1, 0
-        common = common_lengths(self.tokens[children, : len(rest)], rest)
+        common = common_lengths(self.tokens.take(children, 0)[:, : len(rest)], rest)
         best = int(common.argmax())
         return blocks, children[best] if common[best] else -1, int(common[best])
 
     def _match_blocks(self, root: int, words: Tokens) -> Ints:
         hashes = _root_hash(root) + block_hashes(words, np.arange(len(words))).cumsum(dtype=np.uint64)
-        blocks: Ints = self._index.find_leading(hashes)
+        blocks: Ints = self._index.find_leading(self._index.homes(hashes))
         done, above = 0, root
         while True:
             done += self._verified(blocks[done:], words[done:], above)
@@ -155,6 +157,40 @@ class PrefixCache:
             np.maximum.at(self.filled, blocks, (offsets + 1).astype(np.int32))
         return wrong
 
+    def learn_run(self, blocks: Ints, offset: int, tokens: Tokens) -> bool:
+        """`learn` for a piece of one sequence: `tokens [n]`, n > 0, from `offset` in the first of its `blocks` on, whole blocks at once.
+        False, with nothing done, when some of them are known already."""
+        size, filled = self.block_size, self.filled.take(blocks)
+        if filled[0] > offset or np.count_nonzero(filled[1:]):
+            return False
+        begin = 0
+        if offset:
+            begin = min(size - offset, len(tokens))
+            self.tokens[blocks[0], offset : offset + begin] = tokens[:begin]
+            self.filled[blocks[0]] = offset + begin
+            blocks = blocks[1:]
+        whole = (len(tokens) - begin) // size
+        if whole:
+            row = np.dtype((np.void, size * 4))  # a block's tokens as one element
+            words = tokens[begin : begin + whole * size].view(row)
+            self.tokens.reshape(-1).view(row)[blocks[:whole]] = words
+            self.filled[blocks[:whole]] = size
+        rest = tokens[begin + whole * size :]
+        if len(rest):
+            self.tokens[blocks[whole], : len(rest)] = rest
+            self.filled[blocks[whole]] = len(rest)
+        return True
+
+    def learn_one_each(self, blocks: Ints, offsets: Ints, tokens: Tokens) -> bool:
+        """`learn` for the next token `[n]` of private blocks. False, with nothing done, when some of them are known already."""
+        if self._pool.sharing or np.count_nonzero(self.filled.take(blocks) == offsets) < len(blocks):
+            return False
+        slots = blocks * self.size
+        slots += offsets
+        self.tokens.reshape(-1)[slots] = tokens
+        self.filled[blocks] = (offsets + _ONE).astype(np.int32)
+        return True
+
     # ---- identities ----
 
     def identify(self, blocks: Ints, columns: Ints, starts: Ints, above: Ints, roots: Ints) -> Ints:
@@ -170,15 +206,25 @@ class PrefixCache:
         if len(at_root):
             numbers[at_root], bases[at_root] = roots.take(at_root), _root_hash(roots.take(at_root))
         own = block_hashes(words, columns)
-        one_each = len(starts) == len(blocks)
+        one_each, single = len(starts) == len(blocks), len(starts) == 1
         if one_each:
             hashes = own + bases
+        elif single:
+            hashes = own.cumsum(dtype=np.uint64) + bases
         else:
-            sums, lengths = own.cumsum(dtype=np.uint64), np.diff(starts, append=len(blocks))
-            hashes = sums + np.repeat(bases - (sums - own).take(starts), lengths)
+            sums = own.cumsum(dtype=np.uint64)
+            hashes = sums + np.repeat(bases - (sums - own).take(starts), np.diff(starts, append=len(blocks)))
         # after its first new block a run is new: no identity can follow a number that was not there before
-        found = self._index.find_leading(hashes) if len(starts) == 1 else self._index.find(hashes)
+        homes = self._index.homes(hashes)
+        found = self._index.find_leading(homes) if single else self._index.find(homes)
+        if (one_each or single) and found[found.argmax()] < 0 and (single or not _repeats(hashes)):
+            serials = self._numbers(len(blocks)) + np.arange(len(blocks))
+            over = self._canonical(above)
+            parents = numbers if one_each else _after(numbers, serials)
+            self._store(blocks, serials, parents, hashes, homes, over)
+            return blocks
 
+        lengths = np.diff(starts, append=len(blocks))
         parents = numbers if one_each else _shifted(self.serial.take(found), starts, numbers)
         known = found >= 0
         if np.count_nonzero(known):
@@ -198,17 +244,14 @@ class PrefixCache:
             return found
         serials = self._numbers(len(fresh)) + np.arange(len(fresh))
         over = self._canonical(above)
-        if len(fresh) == len(blocks) and one_each:
-            self._store(blocks, serials, parents, hashes, over)
-            return blocks
         canonical = found
         canonical[fresh] = blocks.take(fresh)
         numbered = self.serial.take(canonical)
         numbered[fresh] = serials
         parents = _shifted(numbered, starts, numbers).take(fresh)
-        self._store(
-            blocks.take(fresh), serials, parents, hashes.take(fresh), _shifted(canonical, starts, over).take(fresh)
-        )
+        homes = homes[0].take(fresh), homes[1].take(fresh)
+        over = _shifted(canonical, starts, over).take(fresh)
+        self._store(blocks.take(fresh), serials, parents, hashes.take(fresh), homes, over)
         return canonical
 
     def _identify_singly(self, blocks: Ints, columns: Ints, starts: Ints, above: Ints, roots: Ints) -> Ints:
@@ -282,11 +325,15 @@ class PrefixCache:
             raise AssertionError(f"a block with an identity is not full: {named}, {self.filled[named]}")
         self._siblings.check(entries.astype(np.int32))
 
-    def _store(self, blocks: Ints, serials: Ints, parents: Ints, hashes: Hashes, above: Ints) -> None:
+    def _store(self, blocks: Ints, serials: Ints, parents: Ints, hashes: Hashes, homes: Homes, above: Ints) -> None:
+        """Note identities of `blocks [n]`, which follow blocks `above [n]`; of one run, `[1]` is enough."""
         self.serial[blocks], self.parent[blocks] = serials, parents
         self._index.hashes[blocks] = hashes
-        self._index.insert(blocks)
-        self._siblings.add(blocks, above)
+        self._index.insert(blocks, homes)
+        if len(above) == len(blocks):
+            self._siblings.add(blocks, above)
+        else:
+            self._siblings.add_run(blocks, int(above[0]))
         self._record("stored", serials, parents, blocks)
 
     def _canonical(self, blocks: Ints) -> Ints:
@@ -330,15 +377,22 @@ class PrefixCache:
             self.events.append(CacheEvent(kind, serials.copy(), parents.copy(), words, roots))
 
 
+_SHIFT, _HALF, _UNIT = np.array(29, np.uint64), np.array(32, np.uint64), np.array(1, np.uint64)
+_MIX, _PLACE = np.array(0xBF58476D1CE4E5B9, np.uint64), np.array(0x9E3779B97F4A7C16, np.uint64)
+
+
 def block_hashes(words: Tokens, columns: Ints) -> Hashes:
     """A hash of each block's tokens `[n, block_size]` and its place in the sequence; a prefix has their sum."""
     if words.shape[1] % 2 == 0:
         words = np.ascontiguousarray(words).view(np.uint64)  # two tokens at a time
     mixed = words.astype(np.uint64, copy=False) @ _factors(words.shape[1])
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    mixed ^= mixed >> np.uint64(32)
-    mixed *= columns.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C16) + np.uint64(1)
+    mixed ^= mixed >> _SHIFT
+    mixed *= _MIX
+    mixed ^= mixed >> _HALF
+    place = columns.astype(np.uint64)
+    place *= _PLACE
+    place += _UNIT
+    mixed *= place
     hashes: Hashes = mixed
     return hashes
 
@@ -360,14 +414,22 @@ def _shifted(values: Ints, starts: Ints, first: Ints) -> Ints:
     return result
 
 
+def _after(first: Ints, values: Ints) -> Ints:
+    """`first [1]`, then all `values [n]` but the last."""
+    result = np.empty_like(values)
+    result[0], result[1:] = first[0], values[:-1]
+    return result
+
+
 def _leading(flags: npt.NDArray[np.bool_]) -> int:
     """How many are true before the first that is not."""
     return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _repeats(hashes: Hashes) -> bool:
-    ordered = np.sort(hashes)
-    return bool((ordered[1:] == ordered[:-1]).any())
+    ordered = hashes.copy()
+    ordered.sort()
+    return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
 
 def _frozen(key: Hashable | Mapping[str, Hashable]) -> Hashable:

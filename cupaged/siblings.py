@@ -13,6 +13,7 @@ from .block_pool import BlockPool, Ints
 from .free_queues import Blocks
 
 _NONE = -1
+_ZERO, _NO_CHILD = np.array(0), np.array(_NONE, np.int32)
 _ROOT = np.iinfo(np.int32).min  # `previous` of the first child of a root
 
 
@@ -31,16 +32,30 @@ class Siblings:
     def add(self, blocks: Ints, parents: Ints) -> None:
         """Put `blocks[i]` in front of the children of block `parents[i]`, or of the root `parent[blocks[i]]` where that is -1."""
         self._child[blocks] = _NONE
-        only = parents >= 0
-        only[only] = (self._child.take(parents[only]) == _NONE) & (self._pool.occurrences(parents[only]) == 1)
-        lone, above = blocks[only], parents[only]
-        self._child[above], self._previous[lone], self._next[lone] = lone, ~above, _NONE
+        only = (parents >= _ZERO) & (self._child.take(parents) == _NO_CHILD)
+        if np.count_nonzero(self._pool.last_of_each(parents)) < len(parents):
+            only &= self._pool.occurrences(parents) == 1
+        if np.count_nonzero(only) == len(blocks):
+            self._child[parents], self._previous[blocks], self._next[blocks] = blocks, ~parents, _NONE
+            return
+        lone = only.nonzero()[0]
+        children, above = blocks.take(lone), parents.take(lone)
+        self._child[above], self._previous[children], self._next[children] = children, ~above, _NONE
         for block, parent in zip(blocks[~only].tolist(), parents[~only].tolist(), strict=True):
-            first = self._child[parent] if parent >= 0 else self._roots.get(int(self._parent[block]), _NONE)
-            self._next[block], self._previous[block] = first, ~parent if parent >= 0 else _ROOT
-            if first >= 0:
-                self._previous[first] = block
-            self._set_first(block, block)
+            self._add_first(block, parent)
+
+    def add_run(self, blocks: Ints, parent: int) -> None:
+        """`add` for a run of blocks, each the parent of the next, after block `parent` or, where that is -1, after a root."""
+        self._child[blocks[:-1]], self._child[blocks[-1]] = blocks[1:], _NONE
+        self._previous[blocks[1:]], self._next[blocks[1:]] = ~blocks[:-1], _NONE
+        self._add_first(int(blocks[0]), parent)
+
+    def _add_first(self, block: int, parent: int) -> None:
+        first = self._child[parent] if parent >= 0 else self._roots.get(int(self._parent[block]), _NONE)
+        self._next[block], self._previous[block] = first, ~parent if parent >= 0 else _ROOT
+        if first >= 0:
+            self._previous[first] = block
+        self._set_first(block, block)
 
     def remove(self, blocks: Blocks | Ints) -> None:
         """Take `blocks [n]` out of their lists, before they lose their identities."""

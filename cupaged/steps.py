@@ -128,6 +128,21 @@ class Step:
         return mine if self._others is None else mine.joined(self._others)
 
 
+def write_slots(slots: Ints, blocks: Blocks, offset: int, size: int) -> None:
+    """Fill `slots [n]` with those of a piece of one sequence, which begins at `offset` in the first of its `blocks`: block by block."""
+    starts, offsets = blocks.astype(np.int64) * size, np.arange(size)
+    begin = min(-offset % size, len(slots))
+    if begin:
+        slots[:begin] = starts[0] + offsets[offset : offset + begin]
+        starts = starts[1:]
+    whole = (len(slots) - begin) // size
+    middle = slots[begin : begin + whole * size].reshape(whole, size)
+    np.add(starts[:whole, None], offsets, out=middle)
+    rest = slots[begin + whole * size :]
+    if len(rest):
+        rest[:] = starts[whole] + offsets[: len(rest)]
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Changes of rows: plain arrays, to be pickled and sent.

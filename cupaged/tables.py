@@ -61,6 +61,11 @@ class BlockTables:
         at = (first < stop).nonzero()[0]
         if not len(at):
             return np.zeros(0, np.int32), at
+        if len(rows) == 1:
+            table = self.tables[rows[0], first[0] : stop[0]]
+            blocks = table.copy()
+            table.fill(-1)
+            return blocks, stop - first
         first, stop = first.take(at), stop.take(at)
         entries = self.entries(rows.take(at), first, stop)
         blocks = self.flat.take(entries)
@@ -77,6 +82,10 @@ class BlockTables:
         A row is read as one element of `columns * 4` bytes, in a single gather that needs no index per entry.
         """
         padding = -(-extra // columns)
+        if padding > len(rows):  # many tokens of few sequences: room for them costs nothing when it is not filled
+            packed = np.empty(len(rows) * columns + extra, np.int32)
+            packed[: len(rows) * columns].reshape(-1, columns)[:] = self.tables[rows, :columns]
+            return packed
         if padding > len(self._padding):
             self._padding = np.zeros(2 * padding, np.int64)
         return self.window(columns)[np.concatenate((rows, self._padding[:padding]))].view(np.int32)

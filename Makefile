@@ -12,7 +12,7 @@ endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test fuzz bench bench-compare gpu-check lint format typecheck wheel wheel-check clean
+.PHONY: help demo test fuzz bench bench-compare docs gpu-check lint format typecheck wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -33,17 +33,22 @@ bench: $(call env,bench)  ## benchmarks that this machine can run; CUPAGED_VLLM_
 bench-compare: $(call env,bench)  ## report what became slower by more than 30% than the saved run
 	$(PY) -m bench.compare
 
+docs: $(call env,test)  ## write what is generated: README's tables, docs/api.md, docs/mapping.svg
+	$(PY) -m bench.readme_tables
+	$(PY) docs/api.py
+	$(PY) docs/mapping.py
+
 gpu-check: $(call env,test)  ## tests and benchmarks that need a GPU; OUT=folder for the report
 	$(PY) -m bench.gpu_check
 
 format: $(call env,dev)  ## format Python and CUDA sources
-	$(PY) -m ruff format cupaged tests bench examples
-	$(PY) -m ruff check --fix cupaged tests bench examples
+	$(PY) -m ruff format cupaged tests bench docs examples
+	$(PY) -m ruff check --fix cupaged tests bench docs examples
 	find cuda_src tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs -r $(dir $(PY))clang-format -i
 
 lint: $(call env,dev)  ## check style without changing anything
-	$(PY) -m ruff format --check cupaged tests bench examples
-	$(PY) -m ruff check cupaged tests bench examples
+	$(PY) -m ruff format --check cupaged tests bench docs examples
+	$(PY) -m ruff check cupaged tests bench docs examples
 	find cuda_src tests -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs -r $(dir $(PY))clang-format --dry-run --Werror
 
 typecheck: $(call env,dev)  ## mypy, strict

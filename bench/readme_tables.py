@@ -1,7 +1,7 @@
-"""README's tables, from the result files: `python -m bench.readme_tables` (or `make readme`).
+"""README's tables, from the result files: `python -m bench.readme_tables` (or `make docs`).
 
 A table stands in README.md between `<!-- table: NAME -->` and `<!-- end of table -->`; what is between them is replaced. Figures come from
-the newest file of each benchmark in `bench/results/` and from nowhere else; `tests/test_readme.py` asserts that README is current.
+the newest file of each benchmark in `bench/results/` and from nowhere else; `tests/test_docs.py` asserts that README is current.
 """
 
 from __future__ import annotations

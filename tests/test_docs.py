@@ -1,0 +1,107 @@
+"""README and docs/: examples run as written, links lead somewhere, what is generated is current, named tests exist.
+
+A block of ```python runs, those of one file in order and in one namespace; ```python cuda needs CuPy with a GPU, or another library, and
+is compiled only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import cupaged
+from bench import readme_tables
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "tests/simt/README.md", *(ROOT / "docs").glob("*.md")]
+)
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def blocks(page: Path, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def script(name: str) -> ModuleType:
+    """A module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_examples_run_in_order(page: Path) -> None:
+    if page.match("simt/README.md"):
+        pytest.skip("its example is a fragment: the arguments come from a test")
+    names: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, str(page), "exec"), names)
+    for block in blocks(page, "python cuda"):
+        compile(block, str(page), "exec")
+    if page.name == "README.md":
+        assert len(blocks(page, "python")) >= 2 and names["out"].shape == (1, 8, 64)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_and_named_files_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            missing.append(target)
+    for name in re.findall(r"`((?:tests|examples|docs|bench|cuda_src|cupaged)/[\w./-]+)", text):
+        if not (ROOT / name).exists():
+            missing.append(name)
+    assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings: lower case, words joined by hyphens, punctuation gone."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_line_of_the_contract_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| (?!line|-)(.+?) \| (.+?) \|$", (ROOT / "docs/numerics.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 15
+    for line, held_by in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", held_by)
+        assert named, line
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
+
+
+def test_the_api_reference_is_current_and_has_every_public_name() -> None:
+    api = script("api")
+    assert api.page() == api.OUT.read_text(), "run `make docs`"
+    assert all(f"### {name}\n" in api.page() for name in cupaged.__all__)
+
+
+def test_the_picture_shows_what_the_allocator_does() -> None:
+    mapping = script("mapping")
+    assert mapping.draw(mapping.scene()) == mapping.OUT.read_text(), "run `make docs`"
+
+
+def test_tables_of_the_readme_are_those_of_the_result_files() -> None:
+    text = readme_tables.README.read_text()
+    assert text.count("<!-- table: ") == text.count("<!-- end of table -->")
+    assert readme_tables.rendered(text) == text, "run `make docs`"
+
+
+def test_a_table_is_replaced_between_its_marks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(readme_tables.TABLES, "x", lambda: "new")
+    before = "a\n<!-- table: x -->\nold\n\nolder\n<!-- end of table -->\nb\n"
+    assert readme_tables.rendered(before) == "a\n<!-- table: x -->\nnew\n<!-- end of table -->\nb\n"
+    with pytest.raises(KeyError):
+        readme_tables.rendered("<!-- table: unknown -->\n<!-- end of table -->")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from .errors import OutOfBlocks
 from .growth import Growth
 from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache, Tokens
+from .rehearsal import Rehearsal
 from .rows import Rows
 from .stats import Stats, read_stats
 from .steps import Step
@@ -159,12 +160,12 @@ class BlockAllocator:
         extra_key: Hashable | Mapping[str, Hashable] = None,
     ) -> bool:
         """Whether `add_request` with these arguments would find its blocks now, cached ones and the watermark counted; changes nothing."""
-        count, tokens = _new_tokens(n, token_ids)
-        if self._cache is None or tokens is None:
-            needed = -(-int(count[0]) // self.block_size)
+        root, count, tokens = self._wanted(n, token_ids=token_ids, extra_key=extra_key)
+        if tokens is None:
+            needed = -(-count // self.block_size)
             return needed == 0 or needed + self._reserve <= self.num_free
         try:
-            self._growth.look_up(self._cache.root(extra_key, False), tokens, int(count[0]), self._reserve)
+            self._growth.look_up(root, tokens, count, self._reserve)
         except OutOfBlocks:
             return False
         return True
@@ -186,12 +187,36 @@ class BlockAllocator:
         return self._growth.extend(selected, self._requests.lengths.take(selected), counts)
 
     def blocks_needed(
-        self, ids: Iterable[Hashable] | None = None, n: int | npt.ArrayLike = 1, *, rows: npt.ArrayLike | None = None
+        self,
+        ids: Iterable[Hashable] | None = None,
+        n: int | npt.ArrayLike = 1,
+        *,
+        rows: npt.ArrayLike | None = None,
+        new: Sequence[Mapping[str, Any]] = (),
+        restore: Iterable[Hashable] = (),
     ) -> int:
-        """How many blocks `grow_batch` with these arguments would take."""
-        selected = self._requests.select(ids, rows)
-        plan = self._growth.plan(selected, self._requests.lengths.take(selected), _counts(n, len(selected)))
-        return plan.num_blocks
+        """How many free blocks `grow_batch` of `ids` (or `rows`) by `n`, `add_request` of each of `new` and `restore` would take,
+        in this order: exactly, whatever they share and find in the prefix cache. Each may be left out; nothing changes.
+
+        `new` are arguments of `add_request`, `[{"n": 5}, {"token_ids": [...], "extra_key": "x"}]`; the watermark is not counted.
+        """
+        requests = self._requests
+        selected = requests.select(() if ids is None and rows is None else ids, rows)
+        lengths = requests.lengths.take(selected)
+        plan = self._growth.plan(selected, lengths, _counts(n, len(selected)))
+        returning = self._preemption.select(restore, None)
+        if not len(new) and not len(returning):
+            return plan.num_blocks
+        rehearsal = Rehearsal(self.pool)
+        self._growth.rehearse(rehearsal, plan, selected, lengths)
+        for arguments in new:
+            root, count, tokens = self._wanted(**arguments)
+            if tokens is None:
+                rehearsal.take(-(-count // self.block_size), np.zeros(0, np.int64))
+            else:
+                self._growth.rehearse_attach(rehearsal, root, tokens, count, self._reserve)
+        self._preemption.rehearse(rehearsal, returning)
+        return self.num_free - rehearsal.num_free
 
     # ---- the prefix cache ----
 
@@ -424,6 +449,18 @@ class BlockAllocator:
             require(len(np.unique(table)) == len(table), f"row {row} holds a block twice: {table}")
 
     # ---- inside ----
+
+    def _wanted(
+        self,
+        n: int | None = None,
+        *,
+        token_ids: npt.ArrayLike | None = None,
+        extra_key: Hashable | Mapping[str, Hashable] = None,
+    ) -> tuple[int, int, Tokens | None]:
+        """Root, number of new tokens at most, and tokens to look for (None: no lookup) of a new request."""
+        count, tokens = _new_tokens(n, token_ids)
+        root = self._cache.root(extra_key, False) if self._cache else 0
+        return root, int(count[0]), tokens if self._cache else None
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:
         """Unmap and release the blocks behind `lengths`."""

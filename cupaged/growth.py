@@ -11,6 +11,7 @@ from .decode_step import DecodeStep
 from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .prefix_cache import PrefixCache, Tokens
+from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows
 from .steps import Step, write_slots
 from .tables import ranges
@@ -126,16 +127,17 @@ class Growth:
         self._finish(step, plan, lengths, counts)
         return step
 
-    def look_up(self, root: int, tokens: Tokens, n: int, reserve: int) -> Attachment:
+    def look_up(
+        self, root: int, tokens: Tokens, n: int, reserve: int, rehearsal: Rehearsal | None = None
+    ) -> Attachment:
         """What a new request of `tokens` can have from the cache when up to `n` others get slots; changes nothing.
 
-        Raises OutOfBlocks when there are too few blocks beside `reserve`.
+        With a `rehearsal`, after the calls that were rehearsed. Raises OutOfBlocks when there are too few blocks beside `reserve`.
         """
-        pool, cache, size = self._pool, self._cache, self.block_size
+        pool, cache, size = rehearsal or self._pool, self._cache, self.block_size
         assert cache is not None
-        hits, source, common = cache.match(
-            root, tokens, max(len(tokens) - 1, 0)
-        )  # one token at least is left to compute
+        most = max(len(tokens) - 1, 0)  # one token at least is left to compute
+        hits, source, common = cache.match(root, tokens, most, rehearsal.gone if rehearsal else None)
         if not n:
             source, common = -1, 0  # a copy takes a block, and without new tokens none is taken
         while True:
@@ -150,6 +152,24 @@ class Growth:
             if source < 0:
                 raise OutOfBlocks(needed, max(pool.num_free - reserve, 0))
             source, common = -1, 0  # without the block that was to be copied, it may be enough
+
+    def rehearse(self, rehearsal: Rehearsal, plan: Plan, rows: Ints, lengths: Ints) -> None:
+        """Note what `extend`, of which this is the plan, would do."""
+        rehearsal.take(plan.num_blocks, _NONE)
+        writing = (plan.column * self.block_size != lengths) & (plan.total > lengths)
+        writing[plan.copying] = False
+        rehearsal.gone[self._tables.at(rows[writing], plan.column[writing])] = True
+
+    def rehearse_attach(self, rehearsal: Rehearsal, root: int, tokens: Tokens, n: int, reserve: int) -> None:
+        """Note what `attach` would do; where it would raise, only how many blocks it needs."""
+        try:
+            found = self.look_up(root, tokens, n, reserve, rehearsal)
+        except OutOfBlocks as error:
+            rehearsal.num_free -= error.needed
+            return
+        rehearsal.take(found.fresh, found.held)
+        if found.source >= 0:
+            rehearsal.release(found.source)
 
     def attach(self, row: Ints, root: int, tokens: Tokens, n: int, reserve: int) -> Step:
         """The first tokens of a new row: those that the cache has, and slots for up to `n` of the others; leaves `reserve` blocks free."""

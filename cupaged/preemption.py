@@ -18,6 +18,7 @@ from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .growth import Growth
 from .prefix_cache import PrefixCache
+from .rehearsal import Rehearsal
 from .rows import Rows
 from .steps import Step
 from .tables import ranges
@@ -116,8 +117,12 @@ class Preemption:
 
     # ---- in ----
 
-    def plan_restore(self, rows: Ints) -> Return:
-        """What `restore` will do; changes nothing."""
+    def rehearse(self, rehearsal: Rehearsal, rows: Ints) -> None:
+        """Note what `restore` would do."""
+        plan = self._plan(rows, rehearsal.gone)
+        rehearsal.take(int(np.count_nonzero(plan.fresh)), plan.cached[plan.cached >= 0])
+
+    def _plan(self, rows: Ints, gone: npt.NDArray[np.bool_] | None = None) -> Return:
         tables = [self._host_tables[row] for row in rows.tolist()]
         host = np.concatenate(tables) if tables else np.zeros(0, np.int32)
         columns = np.array([len(table) for table in tables], np.int64)
@@ -130,7 +135,7 @@ class Preemption:
                 named = self._named.take(table)
                 known[i] = len(named) if named.all() else named.argmin()
                 words = self._tokens.take(table[: known[i]], 0).reshape(-1)
-                found, _, _ = self._cache.match(int(self._requests.root[row]), words, int(known[i]) * size)
+                found, _, _ = self._cache.match(int(self._requests.root[row]), words, int(known[i]) * size, gone)
                 hits[i] = len(found)
                 place[table[: len(found)]] = found
         cached = place.take(host)
@@ -140,7 +145,7 @@ class Preemption:
     def restore(self, rows: Ints, hold: bool) -> Step:
         """Bring `rows` back into blocks of the device. All or nothing: raises OutOfBlocks when too few of those are free."""
         requests, device = self._requests, self._device
-        plan = self.plan_restore(rows)
+        plan = self._plan(rows)
         width = max(int(plan.columns.max(initial=0)), 1)
         requests.widen(width)
         step = Step(self._tables, rows, width, 0)

@@ -75,24 +75,43 @@ class PrefixCache:
 
     # ---- finding ----
 
-    def match(self, root: int, tokens: Tokens, most: int) -> tuple[Ints, int, int]:
+    def match(
+        self, root: int, tokens: Tokens, most: int, gone: npt.NDArray[np.bool_] | None = None
+    ) -> tuple[Ints, int, int]:
         """The longest cached prefix of `tokens [n]`, of at most `most` of them.
 
         Returns the blocks `[m]` that are equal as a whole, and the block which goes on equal for some tokens: its id (-1: none) and
-        how many. Changes nothing.
+        how many. Blocks that are `gone [num_blocks]` are taken to have lost their identities. Changes nothing.
         """
         if not root:
             return np.zeros(0, np.int64), -1, 0
         full = most // self.block_size
-        blocks = self._match_blocks(root, tokens[: full * self.block_size].reshape(full, self.block_size))
+        found = self._match_blocks(root, tokens[: full * self.block_size].reshape(full, self.block_size))
+        blocks = found
+        if gone is not None:
+            blocks = self._remaining(found, gone)
+            blocks = blocks[: _leading(blocks >= 0)]
         begin = len(blocks) * self.block_size
         rest = tokens[begin : min(most, begin + self.block_size)]
-        children = self._siblings.newest(int(blocks[-1]) if len(blocks) else -1, root, _SIBLINGS) if len(rest) else []
+        above = int(found[len(blocks) - 1]) if len(blocks) else -1
+        listed = _SIBLINGS if gone is None else len(gone)
+        children = self._siblings.newest(above, root, listed) if len(rest) else []
+        if gone is not None:
+            remaining = self._remaining(np.array(children, np.int64), gone)
+            children = remaining[remaining >= 0][:_SIBLINGS].tolist()
         if not children:
             return blocks, -1, 0
         common = common_lengths(self.tokens.take(children, 0)[:, : len(rest)], rest)
         best = int(common.argmax())
         return blocks, children[best] if common[best] else -1, int(common[best])
+
+    def _remaining(self, blocks: Ints, gone: npt.NDArray[np.bool_]) -> Ints:
+        """For each canonical block the one that would be canonical without those that are gone, -1: none."""
+        blocks = blocks.copy()
+        for i in gone.take(blocks).nonzero()[0].tolist():
+            while blocks[i] >= 0 and gone[blocks[i]]:
+                blocks[i] = self._twin[blocks[i]]
+        return blocks
 
     def _match_blocks(self, root: int, words: Tokens) -> Ints:
         hashes = _root_hash(root) + block_hashes(words, np.arange(len(words))).cumsum(dtype=np.uint64)

@@ -238,7 +238,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         sequences = list(self.model.tables)
         self.grow(sequences, 1, [1] * len(sequences), by_rows, bomb, pattern)
 
-    def grow(self, sequences: list[Any], n: Any, n_each: list[int], by_rows: bool, bomb: bool, pattern: int) -> None:
+    def grow(self, sequences: list[Any], n: Any, n_each: list[int], by_rows: bool, bomb: bool, pattern: int) -> bool:
         def tokens(name: Any, count: int, at: int) -> list[int]:
             return tokens_of(pattern, count, len(self.contents[name]))
 
@@ -254,6 +254,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert needed == free - self.alloc.num_free
         elif needed is not None and not bomb:
             assert needed > free
+        return done
 
     @rule(
         picks=st.lists(st.integers(0, 8), min_size=1, max_size=3),
@@ -321,7 +322,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             chosen += list(self.model.tables)[:1]
         self.move("restore", chosen, by_rows, hold, bomb)
 
-    def move(self, method: str, sequences: list[Any], by_rows: bool, hold: bool, bomb: bool) -> None:
+    def move(self, method: str, sequences: list[Any], by_rows: bool, hold: bool, bomb: bool) -> bool:
         which = self.keywords(sequences, by_rows)
         self.bomb = bomb
         call = getattr(self.alloc, method)
@@ -330,6 +331,45 @@ class AllocatorMachine(RuleBasedStateMachine):
         if done and hold:
             pages, swaps = (self.pages.slots, step.swap_out) if method == "evict" else (self.pages.host, step.swap_in)
             self.held.append((step, pages, swaps[:, 0], pages[swaps[:, 0]]))
+        return done
+
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        """What a scheduler does: the batch grows, new requests come, evicted ones come back."""
+        self.serve_a_batch(lambda low, high: data.draw(st.integers(low, high)))
+
+    def serve_a_batch(self, draw: Callable[[int, int], int]) -> None:
+        here, away = list(self.model.tables), list(self.model.away)
+        unused = [name for name in NAMES if name not in self.alloc.tables]
+        growing, returning = here[: draw(0, len(here))], away[: draw(0, len(away))]
+        counts = [draw(0, 5) for _ in growing]
+        new: dict[Any, dict[str, Any]] = {}
+        for name in unused[: draw(0, 3)]:
+            prompt = tokens_of(draw(0, 2), draw(0, 12)) + [draw(0, 1) for _ in range(draw(0, 2))]
+            new[name] = {"token_ids": prompt} if draw(0, 2) else {"n": draw(0, 9)}
+            if draw(0, 2) == 0 and "token_ids" in new[name]:
+                new[name]["n"] = draw(0, 4)
+        before = observe(self.alloc)
+        needed = self.alloc.blocks_needed(growing, counts, new=list(new.values()), restore=returning)
+        assert observe(self.alloc) == before
+        free, pattern = self.alloc.num_free, draw(0, 2)
+        done = self.grow(growing, counts, counts, False, False, pattern)
+        for name, arguments in new.items():
+            if done:
+                self.keys[name], self.contents[name] = 0, []
+                prompt = arguments.get("token_ids")
+                done, _ = self.both(
+                    lambda name=name, arguments=arguments: self.alloc.add_request(name, **arguments),
+                    "add_request", name, arguments.get("n"), prompt, 0,
+                    tokens=lambda _, n, at, prompt=prompt: tokens_of(pattern, n) if prompt is None else prompt[at : at + n],
+                )  # fmt: skip
+        done = done and self.move("restore", returning, False, False, False)
+        if done:
+            assert needed == free - self.alloc.num_free
+        else:
+            assert needed + self.model.reserve > free
+        if needed + (self.model.reserve if new else 0) <= free:
+            assert done
 
     @rule(which=st.integers(0, 3))
     def release_swapped(self, which: int) -> None:
@@ -400,6 +440,7 @@ def walk(random: Random, steps: int, same_hash: bool) -> None:
         (10, lambda: machine.free_batch(picks=picks(3), wrong=fault(), by_rows=flip(0.5))),
         (6, lambda: machine.evict(picks=picks(), wrong=fault(), by_rows=flip(0.5), hold=flip(0.1), bomb=flip(0.03))),
         (7, lambda: machine.restore(picks=picks(), wrong=fault(), by_rows=flip(0.5), hold=flip(0.1), bomb=flip(0.03))),
+        (8, lambda: machine.serve_a_batch(random.randint)),
         (3, lambda: machine.release_swapped(which=random.randrange(2))),
     ]  # fmt: skip
     weights = [weight for weight, _ in calls]

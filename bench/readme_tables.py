@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Callable
 
+from cupaged.study.report import PAPER_SHARED, PAPER_USEFUL
+
 from .results import FOLDER, Row, conditions, latest, load
 
 README = FOLDER.parents[1] / "README.md"
@@ -79,25 +81,29 @@ def memory(name: str = "sharegpt") -> str:
     lines = []
     for policy, words in shown.items():
         p = study["policies"][policy]
-        waste = p["reservation"] + p["internal"] + p["external"]
+        kind = policy.split("-")[0]
+        theirs = f"{PAPER_USEFUL[policy]:.1%}" if policy in PAPER_USEFUL else "over 96%" if policy == "paged-16" else ""
+        saved = [f"{x:.1%}" for x in PAPER_SHARED[kind]["ShareGPT"]] if kind in PAPER_SHARED else []
         shared = f"{p['shared']:.0%}" if p["shared"] else ""
         lines.append(
             [
                 words,
                 f"{p['useful']:.1%}",
-                f"{waste:.1%}",
+                theirs,
                 f"{p['running_mean']:.1f}",
                 figure(p["wait_mean"], "s"),
                 shared,
+                " to ".join(saved),
             ]
         )
     head = [
         "policy",
-        "used of what is taken",
-        "waste of the pool",
+        "of the memory taken, tokens use",
+        "paper",
         "requests at once",
         "mean wait",
         "blocks saved by sharing",
+        "paper",
     ]
     return markdown(head, lines)
 

@@ -1,7 +1,7 @@
 """README and docs/: examples run as written, links lead somewhere, what is generated is current, named tests exist.
 
-A block of ```python runs, those of one file in order and in one namespace; ```python cuda needs CuPy with a GPU, or another library, and
-is compiled only.
+A block of ```python runs, those of one file in order and in one namespace; ```python jax runs where JAX is installed; ```python cuda needs
+a GPU and is compiled only.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def test_examples_run_in_order(page: Path) -> None:
     if page.match("simt/README.md"):
         pytest.skip("its example is a fragment: the arguments come from a test")
     names: dict[str, object] = {}
-    for block in blocks(page, "python"):
-        exec(compile(block, str(page), "exec"), names)
-    for block in blocks(page, "python cuda"):
-        compile(block, str(page), "exec")
+    has_jax = importlib.util.find_spec("jax") is not None
+    for kind, runs in (("python", True), ("python jax", has_jax), ("python cuda", False)):
+        for block in blocks(page, kind):
+            code = compile(block, str(page), "exec")
+            if runs:
+                exec(code, names)
     if page.name == "README.md":
         assert len(blocks(page, "python")) >= 2 and names["out"].shape == (1, 8, 64)  # type: ignore[attr-defined]
 

@@ -42,6 +42,7 @@ from .kernels import debug
 from .launcher import CupyLauncher, Launcher
 from .plan import Plan, PlanOptions, plan_options
 from .schedule import MIN_SHARE
+from .shared_work import prefix_kernels
 
 if TYPE_CHECKING:
     from .classic import ClassicAttention
@@ -293,6 +294,8 @@ class Backend:
         for config in configs:
             for planned in (True, False):
                 self._kernel(config, power_of_two(row), planned=planned, softcap=softcap, alibi=alibi)
+        for config in prefix_kernels(self.launcher.info, o) if o.share_prefix else ():
+            self._kernel(config, power_of_two(row), planned=True, softcap=softcap, alibi=alibi)
         pieces = min(power_of_two(o.head_dim * itemsize) // itemsize, power_of_two(row) // cache_itemsize)
         for slots in (np.int64, np.int32):
             defines = write_defines(o.dtype, o.kv_dtype, o.head_dim, pieces, False, np.dtype(slots))
@@ -498,18 +501,19 @@ def warmup(
     max_queries: int = 1,
     softcap: bool = False,
     alibi: bool = False,
+    share_prefix: bool = True,
 ) -> None:
     """Compile what a configuration needs on CuPy's current device, before the first request waits for it.
 
     Args:
         num_heads, num_kv_heads, head_dim, dtype, kv_dtype: as in `cupaged.plan`.
         max_queries: the most query rows that one sequence will have in a step: 1 for decode alone, the chunk size with prefill.
-        softcap, alibi: whether calls will use them.
+        softcap, alibi, share_prefix: whether calls will use them; each prefix that is shared needs kernels for more rows.
 
     Compiled code stays in CuPy's cache on disk, so that a second process only loads it. Raises what `cupaged.plan` raises for
     wrong sizes, ModuleNotFoundError without CuPy and RuntimeError without a GPU.
     """
-    options = plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, None, None, None, True, True)
+    options = plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, None, None, None, True, share_prefix)
     if isinstance(max_queries, bool) or not isinstance(max_queries, (int, np.integer)) or max_queries < 1:
         raise ValueError(f"max_queries: expected an integer of at least 1, got {max_queries!r}")
     current_backend().warmup(options, int(max_queries), softcap, alibi)

@@ -64,7 +64,7 @@ def shared_work(
     queries = np.diff(plan.query_start_loc).astype(np.int64)
     members, starts = found.members, found.starts[:-1]
     packed = queries[members] * group
-    config = _config(info, o, group, int(np.add.reduceat(packed, starts).max()))
+    config = _config(info, o, int(np.add.reduceat(packed, starts).max()))
 
     # Sequences with rows enough for units of their own read no less in company.
     units = np.zeros(len(members), np.int64)  # each reads a sequence's keys once
@@ -89,7 +89,13 @@ def shared_work(
     return _lay_out(plan, config, members, of, tokens)
 
 
-def _config(info: DeviceInfo, o: PlanOptions, group: int, most: int) -> KernelConfig:
+def prefix_kernels(info: DeviceInfo, options: PlanOptions) -> set[KernelConfig]:
+    """Every kernel that may attend to prefixes in calls with these options."""
+    group = options.num_heads // options.num_kv_heads
+    return {_config(info, options, max(2 * group, 1 << i)) for i in range(1, 9)}
+
+
+def _config(info: DeviceInfo, o: PlanOptions, most: int) -> KernelConfig:
     """The kernel that attends to prefixes, for groups of up to `most` packed rows: the one that has most rows in a unit."""
     if on_tensor_cores(info, o.dtype):
         return prefill_config(info, o.head_dim, o.dtype, o.kv_dtype, most, (0, MANY))

@@ -237,7 +237,8 @@ def cases(
     num_seqs = draw(st.integers(1, 5))
     block_size = draw(st.sampled_from(block_sizes))
     longest = draw(st.sampled_from([3, 20, 150]))
-    seq_lens = draw(st.lists(st.integers(0, longest), min_size=num_seqs, max_size=num_seqs))
+    least = draw(st.sampled_from([0, longest // 2]))
+    seq_lens = draw(st.lists(st.integers(least, longest), min_size=num_seqs, max_size=num_seqs))
     query_lens = draw(st.none() | st.lists(st.integers(0, 9), min_size=num_seqs, max_size=num_seqs))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from(groups))
     num_heads = num_kv_heads * group
@@ -247,7 +248,7 @@ def cases(
     shared = {}
     for row in range(1, num_seqs):
         if draw(st.booleans()):
-            shared[row] = draw(st.integers(0, row - 1)), draw(st.integers(1, longest // block_size + 1))
+            shared[row] = draw(st.integers(0, row - 1)), draw(st.integers(longest // block_size // 2, longest // block_size + 1))
 
     def sometimes(strategy: st.SearchStrategy[Any]) -> Any:
         return draw(st.none() | strategy)

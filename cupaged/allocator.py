@@ -243,7 +243,7 @@ class BlockAllocator:
             return
         counts, tokens = _split(token_ids, lengths - known)
         ends = known + counts
-        if (ends > lengths).any():
+        if np.count_nonzero(ends > lengths):
             i = int(np.argmax(ends > lengths))
             raise ValueError(
                 f"token_ids: expected at most the {lengths[i] - known[i]} tokens of request {requests.names[selected[i]]!r} that are "
@@ -384,7 +384,7 @@ class BlockAllocator:
             away = lengths < 0
             self._preemption.free(selected[away])
             lengths[away] = 0
-        self._release(selected, np.zeros_like(lengths), lengths)
+        self._release(selected, np.zeros(len(lengths), np.int64), lengths)
         requests.unbind(selected)
 
     # ---- leaving for a while ----
@@ -514,7 +514,7 @@ def _new_tokens(n: int | None, token_ids: npt.ArrayLike | None) -> tuple[Ints, T
             raise TypeError("expected n or token_ids")
         return _counts(n, 1), None
     tokens = _tokens(token_ids)
-    return np.minimum(_counts(len(tokens) if n is None else n, 1), len(tokens)), tokens
+    return np.array([len(tokens) if n is None else min(integer(n, "n", 0), len(tokens))]), tokens
 
 
 def _tokens(values: npt.ArrayLike) -> Tokens:
@@ -538,7 +538,7 @@ def _split(token_ids: npt.ArrayLike | Sequence[npt.ArrayLike], open_: Ints) -> t
             raise ValueError(f"token_ids: expected a list for each of {len(open_)} requests, got {len(parts)}")
         return np.array([len(part) for part in parts]), np.concatenate(parts)
     tokens = _tokens(token_ids)  # type: ignore[arg-type]
-    if len(tokens) != open_.sum():
+    if len(tokens) != np.add.reduce(open_):
         raise ValueError(
             f"token_ids: expected the {open_.sum()} tokens that are not committed, got {len(tokens)}; a list with the tokens of each "
             "request may have fewer"

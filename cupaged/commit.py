@@ -9,7 +9,7 @@ from .prefix_cache import PrefixCache, Tokens
 from .rows import Rows
 from .tables import ranges
 
-_BEGINNING, _ONE = np.zeros(1, np.int64), np.array(1)
+_BEGINNING, _ZERO, _ONE = np.zeros(1, np.int64), np.array(0), np.array(1)
 
 
 def commit_decoded(
@@ -68,12 +68,13 @@ def adopt(
     A block whose identity another one has gives way to that one where it can, unless `replace` is False.
     """
     tables = requests.groups[0]
-    counts = stop - first
-    one_each = bool(np.count_nonzero(counts == 1) == len(rows))
     if len(rows) == 1:
-        owners, columns = np.zeros(counts[0], np.int64), np.arange(first[0], stop[0])
+        columns = np.arange(first[0], stop[0])
+        owners, one_each = np.zeros(len(columns), np.int64), len(columns) == 1
         blocks = tables.tables[rows[0], first[0] : stop[0]].astype(np.int64)
     else:
+        counts = stop - first
+        one_each = bool(np.count_nonzero(counts == 1) == len(rows))
         owners = np.arange(len(rows)) if one_each else np.repeat(np.arange(len(rows)), counts)
         columns = first if one_each else ranges(first, counts)
         blocks = tables.at(rows.take(owners), columns).astype(np.int64)
@@ -110,8 +111,8 @@ def _identify(
         np.not_equal(owners[1:], owners[:-1], out=begins[1:])
         starts = begins.nonzero()[0]
     heads, before = rows.take(owners.take(starts)), columns.take(starts) - 1
-    above = tables.at(heads, np.maximum(before, 0)).astype(np.int64)
-    above[before < 0] = -1
+    above = tables.at(heads, before).astype(np.int64)  # column -1 is somewhere else in the tables
+    above[before < _ZERO] = -1
     canonical = cache.identify(blocks, columns, starts, above, requests.root.take(heads))
 
     twins = (canonical != blocks).nonzero()[0]

@@ -146,7 +146,7 @@ class Growth:
             fresh = -(-total // size) - len(hits)
             held = hits if source < 0 else np.append(hits, source)
             needed = fresh + int(np.count_nonzero(pool.ref_count.take(hits) == 0))
-            idle = int(np.count_nonzero(pool.ref_count.take(held) == 0))
+            idle = needed - fresh if source < 0 else int(np.count_nonzero(pool.ref_count.take(held) == 0))
             if (not needed or needed + reserve <= pool.num_free) and fresh + idle <= pool.num_free:
                 return Attachment(hits, source, common, held, fresh, cached, total)
             if source < 0:

@@ -24,8 +24,8 @@ from .siblings import Siblings, common_lengths
 
 Tokens = npt.NDArray[np.int32]
 
-_ONE = np.array(1)
-_SIBLINGS = 16  # children of one parent that are compared for a partial match, the newest ones
+_ZERO, _ONE = np.array(0), np.array(1)
+_SIBLINGS = 8  # children of one parent that are compared for a partial match, the newest ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ class PrefixCache:
         self._pool, self.block_size = pool, block_size
         self.size = np.array(block_size)  # an array: a Python int would be converted at every use
         self.tokens = np.zeros((n, block_size), np.int32)
+        self._words = self.tokens.reshape(-1).view(
+            np.dtype((np.void, 4 * block_size))
+        )  # [n], a block's tokens as one element
         self.filled = np.zeros(n, np.int32)  # how many of them are known
         self.serial = np.zeros(n, np.int64)  # number of the identity, 0: none
         self.parent = np.zeros(n, np.int64)  # number of the parent's identity
@@ -114,7 +117,8 @@ class PrefixCache:
         return blocks
 
     def _match_blocks(self, root: int, words: Tokens) -> Ints:
-        hashes = _root_hash(root) + block_hashes(words, np.arange(len(words))).cumsum(dtype=np.uint64)
+        hashes = np.add.accumulate(block_hashes(words, np.arange(len(words))))
+        hashes += _root_hash(root)
         blocks: Ints = self._index.find_leading(self._index.homes(hashes))
         done, above = 0, root
         while True:
@@ -130,10 +134,13 @@ class PrefixCache:
         """How many of the candidates, from the first on, hold these tokens after these parents."""
         count = _leading(blocks >= 0)
         blocks = blocks[:count]
-        parents = np.concatenate((np.array([above]), self.serial.take(blocks)))[:count]
+        if not count:
+            return 0
+        parents = np.empty(count, np.int64)
+        parents[0], parents[1:] = above, self.serial.take(blocks[:-1])
         count = _leading(self.parent.take(blocks) == parents)
-        wrong = (self.tokens.take(blocks[:count], 0) != words[:count]).reshape(-1)
-        return int(wrong.argmax()) // self.block_size if wrong.any() else count
+        right = (self.tokens.take(blocks[:count], 0) == words[:count]).reshape(-1)
+        return _leading(right) // self.block_size
 
     def _search(self, hash_: np.uint64, parent: int, words: Tokens) -> int:
         for block in self._index.find_all(hash_):
@@ -190,9 +197,8 @@ class PrefixCache:
             blocks = blocks[1:]
         whole = (len(tokens) - begin) // size
         if whole:
-            row = np.dtype((np.void, size * 4))  # a block's tokens as one element
-            words = tokens[begin : begin + whole * size].view(row)
-            self.tokens.reshape(-1).view(row)[blocks[:whole]] = words
+            words = tokens[begin : begin + whole * size].view(self._words.dtype)
+            self._words[blocks[:whole]] = words
             self.filled[blocks[:whole]] = size
         rest = tokens[begin + whole * size :]
         if len(rest):
@@ -221,18 +227,19 @@ class PrefixCache:
         """
         words = self.tokens.take(blocks, 0)
         numbers, bases = self.serial.take(above), self._index.hashes.take(above)
-        at_root = (above < 0).nonzero()[0]
+        at_root = (above < _ZERO).nonzero()[0]
         if len(at_root):
             numbers[at_root], bases[at_root] = roots.take(at_root), _root_hash(roots.take(at_root))
-        own = block_hashes(words, columns)
         one_each, single = len(starts) == len(blocks), len(starts) == 1
+        hashes = block_hashes(words, columns)
         if one_each:
-            hashes = own + bases
+            hashes += bases
         elif single:
-            hashes = own.cumsum(dtype=np.uint64) + bases
+            hashes = np.add.accumulate(hashes)
+            hashes += bases
         else:
-            sums = own.cumsum(dtype=np.uint64)
-            hashes = sums + np.repeat(bases - (sums - own).take(starts), np.diff(starts, append=len(blocks)))
+            sums = hashes.cumsum(dtype=np.uint64)
+            hashes = sums + np.repeat(bases - (sums - hashes).take(starts), np.diff(starts, append=len(blocks)))
         # after its first new block a run is new: no identity can follow a number that was not there before
         homes = self._index.homes(hashes)
         found = self._index.find_leading(homes) if single else self._index.find(homes)
@@ -397,6 +404,7 @@ class PrefixCache:
 
 
 _SHIFT, _HALF, _UNIT = np.array(29, np.uint64), np.array(32, np.uint64), np.array(1, np.uint64)
+_ROOT = np.array(0xD6E8FEB86659FD93, np.uint64)
 _MIX, _PLACE = np.array(0xBF58476D1CE4E5B9, np.uint64), np.array(0x9E3779B97F4A7C16, np.uint64)
 
 
@@ -422,7 +430,8 @@ def _factors(count: int) -> Hashes:
 
 
 def _root_hash(root: Ints | int) -> Hashes:
-    return np.asarray(root, np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    hashes: Hashes = np.array(root, np.uint64) * _ROOT
+    return hashes
 
 
 def _shifted(values: Ints, starts: Ints, first: Ints) -> Ints:
@@ -442,7 +451,7 @@ def _after(first: Ints, values: Ints) -> Ints:
 
 def _leading(flags: npt.NDArray[np.bool_]) -> int:
     """How many are true before the first that is not."""
-    return len(flags) if flags.all() else int(flags.argmin())
+    return len(flags) if np.count_nonzero(flags) == len(flags) else int(flags.argmin())
 
 
 def _repeats(hashes: Hashes) -> bool:

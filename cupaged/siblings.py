@@ -46,8 +46,9 @@ class Siblings:
 
     def add_run(self, blocks: Ints, parent: int) -> None:
         """`add` for a run of blocks, each the parent of the next, after block `parent` or, where that is -1, after a root."""
-        self._child[blocks[:-1]], self._child[blocks[-1]] = blocks[1:], _NONE
-        self._previous[blocks[1:]], self._next[blocks[1:]] = ~blocks[:-1], _NONE
+        narrow, after = blocks.astype(np.int32), blocks[1:]
+        self._child[blocks[:-1]], self._child[blocks[-1]] = narrow[1:], _NONE
+        self._previous[after], self._next[after] = ~narrow[:-1], _NONE
         self._add_first(int(blocks[0]), parent)
 
     def _add_first(self, block: int, parent: int) -> None:
@@ -130,6 +131,7 @@ class Siblings:
 
 def common_lengths(tokens: npt.NDArray[np.int32], rest: npt.NDArray[np.int32]) -> Ints:
     """How many tokens each row of `tokens [n, m]` has in common with `rest [m]`, from the front: `[n]`."""
-    differs = tokens != rest
-    result: Ints = np.where(differs.any(1), differs.argmax(1), len(rest))
+    differs = np.ones((len(tokens), len(rest) + 1), np.bool_)
+    np.not_equal(tokens, rest, out=differs[:, :-1])
+    result: Ints = differs.argmax(1)
     return result

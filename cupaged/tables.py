@@ -56,16 +56,19 @@ class BlockTables:
 
     def cut(self, rows: Ints, lengths: Ints, old: Ints) -> tuple[Blocks, Ints]:
         """Unmap the columns between `lengths` and `old` tokens; returns their blocks, and how many of each row that has some."""
+        if len(rows) == 1:
+            row, begin = int(rows[0]), -(-int(lengths[0]) // self.block_size)
+            table = self.tables[row, begin : -(-int(old[0]) // self.block_size)]
+            blocks = table.copy()
+            table.fill(-1)
+            self.changed[row] = min(int(self.changed[row]), begin)
+            self.any_changed = True
+            return blocks, np.array([len(blocks)])
         first, stop = self.columns(lengths), self.columns(old)
         self.mark(rows, first)
         at = (first < stop).nonzero()[0]
         if not len(at):
             return np.zeros(0, np.int32), at
-        if len(rows) == 1:
-            table = self.tables[rows[0], first[0] : stop[0]]
-            blocks = table.copy()
-            table.fill(-1)
-            return blocks, stop - first
         first, stop = first.take(at), stop.take(at)
         entries = self.entries(rows.take(at), first, stop)
         blocks = self.flat.take(entries)
@@ -82,9 +85,12 @@ class BlockTables:
         A row is read as one element of `columns * 4` bytes, in a single gather that needs no index per entry.
         """
         padding = -(-extra // columns)
-        if padding > len(rows):  # many tokens of few sequences: room for them costs nothing when it is not filled
+        if len(rows) == 1 or padding > 64 * len(
+            rows
+        ):  # many tokens of few sequences: room for them costs nothing when it is not filled
             packed = np.empty(len(rows) * columns + extra, np.int32)
-            packed[: len(rows) * columns].reshape(-1, columns)[:] = self.tables[rows, :columns]
+            for i, row in enumerate(rows.tolist()):
+                packed[i * columns : (i + 1) * columns] = self.tables[row, :columns]
             return packed
         if padding > len(self._padding):
             self._padding = np.zeros(2 * padding, np.int64)
@@ -100,7 +106,9 @@ class BlockTables:
 
     def mark(self, rows: Ints, columns: Ints | int) -> None:
         """Note that `rows` may differ from `columns` on, for the next step's delta."""
-        self.changed[rows] = np.minimum(self.changed.take(rows), columns)
+        self.changed[rows] = (
+            0 if isinstance(columns, int) and not columns else np.minimum(self.changed.take(rows), columns)
+        )
         self.any_changed = True
 
     def add_rows(self, count: int) -> None:

@@ -6,6 +6,7 @@ from .attention import merge_states, paged_attention, write_kv
 from .block_pool import BlockPool
 from .cuda import warmup
 from .errors import OutOfBlocks
+from .groups import Group
 from .kv_cache import KVCache, blocks_for
 from .mirror import TableMirror
 from .plan import plan
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockAllocator",
     "BlockPool",
+    "Group",
     "KVCache",
     "OutOfBlocks",
     "Step",

@@ -2,13 +2,15 @@
 
 Every mutating call happens whole, or raises and leaves everything as it was, the order of the free queue included: it plans on
 arrays, takes all its blocks in one call, and only then changes tables. A batch leaves exactly the state that its single calls
-would leave one after the other.
+would leave one after the other, but for two things with several groups of layers: `grow_batch` gives back what leaves a horizon
+before it takes a block for any request, and `commit` goes group by group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -17,14 +19,18 @@ import numpy.typing as npt
 
 from .block_pool import BlockPool, Ints, integer, integers, require
 from .commit import adopt, check_tokens, commit_decoded, learn
+from .companions import Companions
 from .errors import OutOfBlocks
+from .groups import Group, checked
 from .growth import Growth
+from .leaving import cut, laid_by_row
 from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache, Tokens
 from .rehearsal import Rehearsal
 from .rows import Rows
 from .stats import Stats, read_stats
 from .steps import Step
+from .tables import BlockTables
 
 T = TypeVar("T")
 
@@ -37,6 +43,11 @@ class BlockAllocator:
     comes with its token ids finds the blocks of those that `commit` made known; `record_events` keeps `take_events` informed.
     `host_blocks` is how many blocks `evict` can keep in host memory.
 
+    `groups` are kinds of layers (`cupaged.Group`), each with block tables of its own over the one pool: a request of n tokens has
+    ceil(n / block_size) blocks in each. Blocks that left the window or chunk of their group are given back at the next growth, and
+    their entries become -1. A prompt is found up to where every group can serve it, in whole blocks; the cache needs a group of full
+    attention among several. `tables` and `physical_slot` speak of the first group unless told otherwise.
+
     Errors, with nothing changed: OutOfBlocks (a MemoryError) when blocks run out, KeyError for an unknown id or a new one in use,
     ValueError for a request named twice in one call, for an evicted one, and for counts and lengths out of range, TypeError for
     wrong types.
@@ -46,6 +57,7 @@ class BlockAllocator:
         self,
         num_blocks: int,
         block_size: int,
+        groups: Iterable[Group] | None = None,
         *,
         prefix_caching: bool = False,
         watermark: float = 0.0,
@@ -58,12 +70,18 @@ class BlockAllocator:
             raise ValueError(f"watermark: expected a share of the pool from 0.0 to 1.0, got {watermark}")
         self.watermark = watermark
         self._reserve = math.ceil(watermark * self.num_blocks)
-        self._requests = Rows(self.block_size)
-        self._tables = self._requests.groups[0]
+        self.groups = checked(groups)
+        self._requests = Rows(self.block_size, self.groups)
         self._cache = PrefixCache(self.pool, self.block_size, record_events) if prefix_caching else None
-        self._growth = Growth(self._requests, self.pool, self._cache)
+        self._companions: Companions | None = None
+        if self._cache and (len(self.groups) > 1 or self.groups[0].limited):
+            self._companions = Companions(self._cache, self.groups)
+            self._cache.companions = True
+        self._growth = Growth(self._requests, self.pool, self._cache, self._companions)
         host_blocks = integer(host_blocks, "host_blocks", 0)
-        self._preemption = Preemption(self._requests, self.pool, self._cache, self._growth, host_blocks)
+        self._preemption = Preemption(
+            self._requests, self.pool, self._cache, self._companions, self._growth, host_blocks
+        )
 
     # ---- what is there ----
 
@@ -85,8 +103,12 @@ class BlockAllocator:
 
     @property
     def tables(self) -> Mapping[Hashable, list[int]]:
-        """Block ids of each request, by id, read when looked up; none of an evicted one."""
-        return _View(self._requests, self._table)
+        """Block ids of each request in the first group, by id, read when looked up; none of an evicted one."""
+        return self.group_tables(0)
+
+    def group_tables(self, group: int) -> Mapping[Hashable, list[int]]:
+        """`tables` of any group, -1 where a block left its horizon. Raises IndexError for a group that is not there."""
+        return _View(self._requests, partial(self._table, self._tables_of(group)))
 
     @property
     def lengths(self) -> Mapping[Hashable, int]:
@@ -107,16 +129,19 @@ class BlockAllocator:
         """Rows `[n] int64` of `ids`: stable until the request is freed, accepted as `rows=` in place of ids."""
         return self._requests.of_any(ids)
 
-    def physical_slot(self, id: Hashable, position: int) -> int:
-        """`block * block_size + offset` of token `position`; raises IndexError outside `[0, length)`."""
-        row = self._requests.row(id)
+    def physical_slot(self, id: Hashable, position: int, group: int = 0) -> int:
+        """`block * block_size + offset` of token `position`; raises IndexError outside `[0, length)` and before the group's horizon."""
+        row, tables = self._requests.row(id), self._tables_of(group)
         length = int(self._requests.lengths[row])
         if not 0 <= position < length:
             raise IndexError(
                 f"position: expected 0 to {length - 1}, request {id!r} has {length} tokens, got {position}"
             )
         column, offset = divmod(int(position), self.block_size)
-        return int(self._tables.tables[row, column]) * self.block_size + offset
+        block = int(tables.tables[row, column])
+        if block < 0:
+            raise IndexError(f"position: token {position} of request {id!r} has left the horizon of group {group}")
+        return block * self.block_size + offset
 
     def stats(self) -> Stats:
         """How the pool is used, at the cost of a few operations on the lengths of all requests."""
@@ -162,7 +187,7 @@ class BlockAllocator:
         """Whether `add_request` with these arguments would find its blocks now, cached ones and the watermark counted; changes nothing."""
         root, count, tokens = self._wanted(n, token_ids=token_ids, extra_key=extra_key)
         if tokens is None:
-            needed = -(-count // self.block_size)
+            needed = -(-count // self.block_size) * len(self.groups)
             return needed == 0 or needed + self._reserve <= self.num_free
         try:
             self._growth.look_up(root, tokens, count, self._reserve)
@@ -181,6 +206,9 @@ class BlockAllocator:
 
         A request that writes into a partly filled block which others hold too gets a fresh block for it (step.copies), unless it is
         the last of them to write; then come blocks for its growth. Returns the step, row i for request i.
+
+        Before all that, requests that get tokens give back the blocks which lie wholly before the horizon of the first of them; a
+        request can be truncated to the length it had, then.
         """
         selected = self._requests.select(ids, rows)
         counts = None if isinstance(n, int) and n == 1 and n is not True else _counts(n, len(selected))
@@ -195,8 +223,10 @@ class BlockAllocator:
         new: Sequence[Mapping[str, Any]] = (),
         restore: Iterable[Hashable] = (),
     ) -> int:
-        """How many free blocks `grow_batch` of `ids` (or `rows`) by `n`, `add_request` of each of `new` and `restore` would take,
+        """How many free blocks `grow_batch` of `ids` (or `rows`) by `n`, `add_request` of each of `new` and `restore` would use up,
         in this order: exactly, whatever they share and find in the prefix cache. Each may be left out; nothing changes.
+
+        Blocks that leave a horizon are given back first and count less: the calls succeed when as many as this are free.
 
         `new` are arguments of `add_request`, `[{"n": 5}, {"token_ids": [...], "extra_key": "x"}]`; the watermark is not counted.
         """
@@ -206,17 +236,17 @@ class BlockAllocator:
         plan = self._growth.plan(selected, lengths, _counts(n, len(selected)))
         returning = self._preemption.select(restore, None)
         if not len(new) and not len(returning):
-            return plan.num_blocks
+            return max(plan.num_blocks - plan.freed, 0)
         rehearsal = Rehearsal(self.pool)
         self._growth.rehearse(rehearsal, plan, selected, lengths)
         for arguments in new:
             root, count, tokens = self._wanted(**arguments)
             if tokens is None:
-                rehearsal.take(-(-count // self.block_size), np.zeros(0, np.int64))
+                rehearsal.take(-(-count // self.block_size) * len(self.groups), np.zeros(0, np.int64))
             else:
                 self._growth.rehearse_attach(rehearsal, root, tokens, count, self._reserve)
         self._preemption.rehearse(rehearsal, returning)
-        return self.num_free - rehearsal.num_free
+        return max(self.num_free - rehearsal.num_free, 0)
 
     # ---- the prefix cache ----
 
@@ -231,7 +261,8 @@ class BlockAllocator:
 
         `token_ids` is a list with the tokens of each request, or a flat array with all tokens that were not committed yet, request
         after request. A block whose tokens are all known gets an identity. When another block has that identity, it takes the place
-        of this one, which is freed, unless the request has tokens in later steps already or shares the block.
+        of this one, which is freed, unless the request has tokens in later steps already or shares the block. Blocks of a group that
+        left its horizon before stay unknown: commit after every step.
 
         Raises ValueError, with nothing changed, for more tokens than there are, and for tokens that differ from those which another
         request committed in a block that both hold. Without prefix caching it only checks its arguments.
@@ -239,7 +270,11 @@ class BlockAllocator:
         requests = self._requests
         selected = requests.select(ids, rows)
         known, lengths = requests.known.take(selected), requests.lengths.take(selected)
-        if self._cache and commit_decoded(requests, self.pool, self._cache, selected, known, lengths, token_ids):
+        if (
+            self._cache
+            and not self._companions
+            and commit_decoded(requests, self.pool, self._cache, selected, known, lengths, token_ids)
+        ):
             return
         counts, tokens = _split(token_ids, lengths - known)
         ends = known + counts
@@ -251,7 +286,8 @@ class BlockAllocator:
             )
         if self._cache is None:
             return
-        wrong = learn(requests, self._cache, selected, known, counts, tokens)
+        tables = requests.groups[self._companions.anchor if self._companions else 0]
+        wrong = learn(tables, self._cache, selected, known, counts, tokens)
         if wrong is not None:
             i, place = wrong
             raise ValueError(
@@ -262,7 +298,15 @@ class BlockAllocator:
         first, stop = known // self.block_size, ends // self.block_size
         full = ((first < stop) & (requests.root.take(selected) > 0)).nonzero()[0]
         if len(full):
-            adopt(requests, self.pool, self._cache, selected.take(full), first.take(full), stop.take(full))
+            adopt(
+                requests,
+                self.pool,
+                self._cache,
+                self._companions,
+                selected.take(full),
+                first.take(full),
+                stop.take(full),
+            )
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content, as when weights change; what running requests hold is never found again either."""
@@ -296,12 +340,14 @@ class BlockAllocator:
         requests.check_new(children)
         targets = requests.vacant(len(children))
         lengths = requests.lengths.take(sources)
-        columns = self._tables.columns(lengths)
-        self.pool.acquire(self._tables.flat.take(self._tables.entries(sources, np.zeros_like(columns), columns)))
-        self._tables.tables[targets] = self._tables.tables.take(sources, 0)
+        for tables in requests.groups:
+            columns = tables.columns(lengths)
+            self.pool.acquire(tables.flat.take(tables.entries(sources, tables.begin.take(sources), columns)))
+            tables.tables[targets] = tables.tables.take(sources, 0)
+            tables.begin[targets] = tables.begin.take(sources)
+            tables.mark(targets, 0)
         for values in (requests.lengths, requests.known, requests.root):
             values[targets] = values.take(sources)
-        self._tables.mark(targets, 0)
         requests.bind(children, targets)
 
     def reorder(
@@ -326,18 +372,23 @@ class BlockAllocator:
             return
         targets, origins = selected.take(moved), selected.take(sources.take(moved))
         lengths = requests.lengths.take(selected)
-        window = self._tables.window(int(self._tables.columns(lengths).max()) or 1)
-        old, new = window[targets], window[origins]
-        before, after = old.view(np.int32), new.view(np.int32)
-        differs = (before != after).nonzero()[0]  # sharing leaves most entries as they are
-        gained, lost = after.take(differs), before.take(differs)
-        self.pool.acquire(gained[gained >= 0])
-        held = lost >= 0
-        self.pool.release(lost[held], np.bincount(differs[held] // (len(before) // len(moved)), minlength=len(moved)))
-        window[targets] = new
+        lost, sizes = [], []
+        for tables in requests.groups:
+            window = tables.window(int(tables.columns(lengths).max()) or 1)
+            old, new = window[targets], window[origins]
+            before, after = old.view(np.int32), new.view(np.int32)
+            differs = (before != after).nonzero()[0]  # sharing leaves most entries as they are
+            gained, gone = after.take(differs), before.take(differs)
+            self.pool.acquire(gained[gained >= 0])
+            held = gone >= 0
+            lost.append(gone[held])
+            sizes.append(np.bincount(differs[held] // (len(before) // len(moved)), minlength=len(moved)))
+            window[targets] = new
+            tables.begin[targets] = tables.begin.take(origins)
+            tables.mark(targets, 0)
+        self.pool.release(*laid_by_row(lost, sizes))
         for values in (requests.lengths, requests.known, requests.root):
             values[targets] = values.take(origins)
-        self._tables.mark(targets, 0)
 
     # ---- shrinking ----
 
@@ -352,7 +403,11 @@ class BlockAllocator:
         *,
         rows: npt.ArrayLike | None = None,
     ) -> None:
-        """Cut each request to `lengths[i]` tokens (absolute, at most what it has) and release the blocks behind them."""
+        """Cut each request to `lengths[i]` tokens (absolute, at most what it has) and release the blocks behind them.
+
+        Raises ValueError for a length whose next token would look back at blocks that left a horizon. 0 is always possible, and so is
+        the length before the request last grew.
+        """
         requests = self._requests
         selected = requests.select(ids, rows)
         new = _counts(lengths, len(selected), "lengths")
@@ -362,14 +417,18 @@ class BlockAllocator:
             raise ValueError(
                 f"lengths: expected at most the {old[i]} tokens of request {requests.names[selected[i]]!r}, got {new[i]}"
             )
+        for g, tables in enumerate(requests.groups):
+            if tables.limited:
+                self._check_horizon(g, tables, selected, new)
         self._release(selected, new, old)
         requests.lengths[selected] = new
         if self._cache:
             requests.known[selected] = np.minimum(requests.known.take(selected), new)
             column = new // self.block_size
             inside = ((column * self.block_size < new) & (new < old)).nonzero()[0]
-            tails = self._tables.at(selected.take(inside), column.take(inside))
-            self._cache.truncated(tails, new.take(inside) - column.take(inside) * self.block_size)
+            for tables in requests.groups:
+                tails = tables.at(selected.take(inside), column.take(inside))
+                self._cache.truncated(tails, new.take(inside) - column.take(inside) * self.block_size)
 
     def free_request(self, id: Hashable) -> None:
         """Forget a request; its blocks that no one else holds enter the free queue in table order."""
@@ -429,24 +488,30 @@ class BlockAllocator:
             np.array_equal((requests.lengths >= 0).nonzero()[0], live),
             f"rows with a length and no id: {requests.lengths}, {live}",
         )
-        mapped = (
-            np.arange(self._tables.tables.shape[1]) < self._tables.columns(np.maximum(requests.lengths, 0))[:, None]
-        )
-        require(
-            np.array_equal(mapped, self._tables.tables >= 0),
-            f"tables and lengths disagree: {self._tables.tables}, {requests.lengths}",
-        )
-        held = np.bincount(self._tables.tables[mapped], minlength=self.num_blocks) + self._preemption.held(self.pool)
+        held = self._preemption.held(self.pool)
+        for g, tables in enumerate(requests.groups):
+            columns = np.arange(tables.tables.shape[1])
+            mapped = columns < tables.columns(np.maximum(requests.lengths, 0))[:, None]
+            mapped &= columns >= tables.begin[:, None]
+            require(
+                np.array_equal(mapped, tables.tables >= 0),
+                f"group {g}: tables and lengths disagree: {tables.tables}, {requests.lengths}, {tables.begin}",
+            )
+            seen = tables.group.horizon(np.maximum(requests.lengths, 0)) // self.block_size
+            require(
+                (tables.begin <= seen).all(), f"group {g}: blocks within the horizon are gone: {tables.begin}, {seen}"
+            )
+            held += np.bincount(tables.tables[mapped], minlength=self.num_blocks)
+            for row in live:
+                table = tables.tables[row][mapped[row]]
+                require(len(np.unique(table)) == len(table), f"group {g}, row {row} holds a block twice: {table}")
         require(
             np.array_equal(held, self.pool.ref_count), f"tables hold {held}, reference counts are {self.pool.ref_count}"
         )
         self._preemption.check()
         if self._cache:
             self._cache.check()
-            check_tokens(requests, self._cache, live)
-        for row in live:
-            table = self._tables.tables[row][mapped[row]]
-            require(len(np.unique(table)) == len(table), f"row {row} holds a block twice: {table}")
+            check_tokens(requests, self._cache, self._companions, live)
 
     # ---- inside ----
 
@@ -463,16 +528,33 @@ class BlockAllocator:
         return root, int(count[0]), tokens if self._cache else None
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:
-        """Unmap and release the blocks behind `lengths`."""
-        self.pool.release(*self._tables.cut(rows, lengths, old))
+        """Unmap and release the blocks behind `lengths`, row after row and in a row group after group."""
+        self.pool.release(*cut(self._requests.groups, rows, lengths, old))
 
     def _length(self, row: int) -> int:
         length = int(self._requests.lengths[row])
         return length if length >= 0 else self._preemption.length(row)
 
-    def _table(self, row: int) -> list[int]:
+    def _check_horizon(self, g: int, tables: BlockTables, rows: Ints, lengths: Ints) -> None:
+        """Raises ValueError unless group `g` has all blocks that the next token after `lengths [n]` sees, or it sees none."""
+        column = tables.group.horizon(lengths) // self.block_size
+        gone = (tables.begin.take(rows) > column) & (column * self.block_size < lengths)
+        if gone.any():
+            i = int(np.argmax(gone))
+            least = tables.group.beyond(int(tables.begin[rows[i]]) * self.block_size)
+            raise ValueError(
+                f"lengths: expected at least {least} for request {self._requests.names[rows[i]]!r}, got {lengths[i]}: the tokens that "
+                f"group {g} would see before it are gone; truncate to 0 and compute them again"
+            )
+
+    def _tables_of(self, group: int) -> BlockTables:
+        if not 0 <= group < len(self.groups):
+            raise IndexError(f"group: expected 0 to {len(self.groups) - 1}, got {group}")
+        return self._requests.groups[group]
+
+    def _table(self, tables: BlockTables, row: int) -> list[int]:
         columns = -(-max(int(self._requests.lengths[row]), 0) // self.block_size)
-        result: list[int] = self._tables.tables[row, :columns].tolist()
+        result: list[int] = tables.tables[row, :columns].tolist()
         return result
 
 

@@ -69,13 +69,21 @@ class BlockPool:
         plain = self._queue.to_array()
         return np.concatenate((plain, self._cached.to_array())) if self._cached else plain
 
-    def take(self, count: int, reuse: npt.ArrayLike | None = None) -> Blocks:
+    def take(
+        self, count: int, reuse: npt.ArrayLike | None = None, drop: tuple[npt.ArrayLike, Ints | None] | None = None
+    ) -> Blocks:
         """Hand out `count` blocks from the front of the queues, one reference each: `[count] int32`.
 
         Blocks of `reuse [m]` are not handed out but get a reference too, free ones with an identity among them.
-        Raises OutOfBlocks with nothing taken.
+        `drop` are arguments of `release`, which is done first: what it frees may be handed out.
+        Raises OutOfBlocks with nothing taken or released.
         """
         count = integer(count, "count", 0)
+        if drop is not None:
+            left = self.num_free + self.would_free(self._ids(drop[0]))
+            if count > left:
+                raise OutOfBlocks(count, left)
+            self.release(*drop)
         kept = idle = _NONE
         if reuse is not None and len(kept := self._ids(reuse)):
             idle = kept.take((self.ref_count.take(kept) == _ZERO).nonzero()[0])
@@ -162,11 +170,22 @@ class BlockPool:
         result: npt.NDArray[np.bool_] = self._stamp.take(ids) == order
         return result
 
-    def occurrences(self, ids: Ints) -> npt.NDArray[np.int32]:
-        """For each element of `ids [n]` how often its value stands there, `[n] int32`."""
+    def occurrences(self, ids: Ints, of: Ints | Blocks | None = None) -> npt.NDArray[np.int32]:
+        """How often each element of `of [n]` (None: of `ids`) stands in `ids [m]`, `[n] int32`."""
+        if of is None:
+            of = ids
+        else:
+            self._stamp[of] = 0
         self._stamp[ids] = 0
         np.add.at(self._stamp, ids, _ONE)
-        return self._stamp.take(ids)
+        return self._stamp.take(of)
+
+    def would_free(self, ids: Ints) -> int:
+        """How many blocks a release of `ids [n]` would leave without references."""
+        if not self.sharing:
+            return len(ids)
+        last = self.last_of_each(ids)
+        return int(np.count_nonzero(last & (self.occurrences(ids) >= self.ref_count.take(ids))))
 
     def check(self) -> None:
         """Verify the pool by itself; raises AssertionError that says what broke."""

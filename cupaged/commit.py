@@ -1,13 +1,17 @@
-"""What happens to tables when full blocks become known: identities, and one block in place of two equal ones."""
+"""What happens to tables when full blocks become known: identities, and one block in place of two equal ones.
+
+With several groups the anchor, which has the chain, comes first for all rows, then each other group for all rows.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from .block_pool import BlockPool, Ints, require
+from .companions import Companions
 from .prefix_cache import PrefixCache, Tokens
 from .rows import Rows
-from .tables import ranges
+from .tables import BlockTables, ranges
 
 _BEGINNING, _ZERO, _ONE = np.zeros(1, np.int64), np.array(0), np.array(1)
 
@@ -35,19 +39,21 @@ def commit_decoded(
     full = full[requests.root.take(rows.take(full)) > 0]
     if len(full):
         heads = rows.take(full)
-        _identify(requests, pool, cache, heads, np.arange(len(full)), columns.take(full), blocks.take(full), True)
+        _identify(
+            requests, pool, cache, tables, heads, np.arange(len(full)), columns.take(full), blocks.take(full), True
+        )
     return True
 
 
 def learn(
-    requests: Rows, cache: PrefixCache, rows: Ints, known: Ints, counts: Ints, tokens: Tokens
+    tables: BlockTables, cache: PrefixCache, rows: Ints, known: Ints, counts: Ints, tokens: Tokens
 ) -> tuple[int, int] | None:
     """The next `counts[i]` tokens of `rows[i]`, after the `known[i]` first, are `tokens`, row after row: their blocks hold them now.
 
     Returns the row's place in the batch and the position of a token that contradicts what is known of a shared block, with nothing
     changed that can be seen; None when all is well.
     """
-    tables, size, n = requests.groups[0], requests.block_size, len(rows)
+    size, n = tables.block_size, len(rows)
     if n == 1 and len(tokens):
         first, stop = int(known[0]) // size, -(-(int(known[0]) + len(tokens)) // size)
         blocks = tables.tables[rows[0], first:stop].astype(np.int64)
@@ -61,35 +67,46 @@ def learn(
 
 
 def adopt(
-    requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, first: Ints, stop: Ints, replace: bool = True
-) -> None:
-    """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities, as row by row would.
+    requests: Rows, pool: BlockPool, cache: PrefixCache, companions: Companions | None, rows: Ints, first: Ints, stop: Ints,
+    replace: bool = True,
+) -> None:  # fmt: skip
+    """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities.
 
     A block whose identity another one has gives way to that one where it can, unless `replace` is False.
     """
-    tables = requests.groups[0]
+    anchor = companions.anchor if companions else 0
+    _adopt_chain(requests, pool, cache, anchor, rows, first, stop, replace)
+    if companions:
+        for g in companions.others:
+            _adopt_beside(requests, pool, cache, companions, g, rows, first, stop, replace)
+
+
+def _adopt_chain(
+    requests: Rows, pool: BlockPool, cache: PrefixCache, g: int, rows: Ints, first: Ints, stop: Ints, replace: bool
+) -> None:
+    """`adopt` for group `g`, which has the chain, as row by row would."""
+    tables = requests.groups[g]
     if len(rows) == 1:
         columns = np.arange(first[0], stop[0])
         owners, one_each = np.zeros(len(columns), np.int64), len(columns) == 1
         blocks = tables.tables[rows[0], first[0] : stop[0]].astype(np.int64)
     else:
-        counts = stop - first
-        one_each = bool(np.count_nonzero(counts == 1) == len(rows))
-        owners = np.arange(len(rows)) if one_each else np.repeat(np.arange(len(rows)), counts)
-        columns = first if one_each else ranges(first, counts)
+        one_each = bool(np.count_nonzero(stop - first == 1) == len(rows))
+        owners, columns = _places(first, stop)
         blocks = tables.at(rows.take(owners), columns).astype(np.int64)
     if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
         for i in range(len(rows)):  # rows with blocks in common: the first one names them
             here = slice(i, i + 1)
-            adopt(requests, pool, cache, rows[here], first[here], stop[here], replace)
+            _adopt_chain(requests, pool, cache, g, rows[here], first[here], stop[here], replace)
         return
-    _identify(requests, pool, cache, rows, owners, columns, blocks, one_each, replace)
+    _identify(requests, pool, cache, tables, rows, owners, columns, blocks, one_each, replace)
 
 
 def _identify(
     requests: Rows,
     pool: BlockPool,
     cache: PrefixCache,
+    tables: BlockTables,
     rows: Ints,
     owners: Ints,
     columns: Ints,
@@ -98,7 +115,6 @@ def _identify(
     replace: bool = True,
 ) -> None:
     """`adopt` for `blocks [m]` in `columns [m]` of `rows[owners[m]]`, of which at most one row has each; `one_each` row has one of them."""
-    tables = requests.groups[0]
     unnamed = (cache.serial.take(blocks) == 0).nonzero()[0]  # others may have named the first of a row's blocks
     if len(unnamed) < len(blocks):
         if not len(unnamed):
@@ -114,11 +130,65 @@ def _identify(
     above = tables.at(heads, before).astype(np.int64)  # column -1 is somewhere else in the tables
     above[before < _ZERO] = -1
     canonical = cache.identify(blocks, columns, starts, above, requests.root.take(heads))
+    _replace(requests, pool, cache, tables, rows.take(owners), columns, blocks, canonical, replace)
 
+
+def _adopt_beside(
+    requests: Rows,
+    pool: BlockPool,
+    cache: PrefixCache,
+    companions: Companions,
+    g: int,
+    rows: Ints,
+    first: Ints,
+    stop: Ints,
+    replace: bool,
+) -> None:
+    """`adopt` for group `g`, whose blocks are known by their anchors, as row by row would. What left the horizon stays unknown."""
+    tables = requests.groups[g]
+    owners, columns = _places(np.maximum(first, tables.begin.take(rows)), stop)
+    blocks = tables.at(rows.take(owners), columns).astype(np.int64)
+    if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
+        for i in range(len(rows)):
+            here = slice(i, i + 1)
+            _adopt_beside(requests, pool, cache, companions, g, rows[here], first[here], stop[here], replace)
+        return
+    unnamed = (cache.serial.take(blocks) == 0).nonzero()[0]
+    if not len(unnamed):
+        return
+    columns, blocks, of = columns.take(unnamed), blocks.take(unnamed), rows.take(owners.take(unnamed))
+    anchors = requests.groups[companions.anchor].at(of, columns).astype(np.int64)
+    cache.copy(anchors, blocks)
+    nothing_above = np.full(len(blocks), -1)
+    parents = companions.parents(g, anchors)
+    canonical = cache.identify(blocks, columns, np.arange(len(blocks)), nothing_above, parents)
+    _replace(requests, pool, cache, tables, of, columns, blocks, canonical, replace)
+
+
+def _places(first: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Which row, and which column: `[first[i], stop[i])` of row i, row after row."""
+    counts = np.maximum(stop - first, 0)
+    if np.count_nonzero(counts == 1) == len(counts):
+        return np.arange(len(counts)), first
+    return np.repeat(np.arange(len(counts)), counts), ranges(first, counts)
+
+
+def _replace(
+    requests: Rows,
+    pool: BlockPool,
+    cache: PrefixCache,
+    tables: BlockTables,
+    rows: Ints,
+    columns: Ints,
+    blocks: Ints,
+    canonical: Ints,
+    replace: bool,
+) -> None:
+    """Put `canonical [n]` in the place of `blocks` at `(rows[i], columns[i])`, or make them twins where the block must stay."""
     twins = (canonical != blocks).nonzero()[0]
     if not len(twins):
         return
-    of = rows.take(owners.take(twins))
+    of = rows.take(twins)
     free = (
         (pool.ref_count.take(blocks.take(twins)) == 1)
         & (requests.known.take(of) == requests.lengths.take(of))
@@ -136,9 +206,9 @@ def _identify(
     tables.any_changed = True
 
 
-def check_tokens(requests: Rows, cache: PrefixCache, rows: Ints) -> None:
-    """Raises AssertionError unless every committed full block of `rows` has an identity that continues the one before it."""
-    size, tables = requests.block_size, requests.groups[0].tables
+def check_tokens(requests: Rows, cache: PrefixCache, companions: Companions | None, rows: Ints) -> None:
+    """Raises AssertionError unless every committed full block of `rows` has the identity that its place gives it."""
+    size, tables = requests.block_size, requests.groups[companions.anchor if companions else 0].tables
     for row in rows.tolist():
         known, length = int(requests.known[row]), int(requests.lengths[row])
         require(0 <= known <= length, f"row {row} has {known} committed tokens of {length}")
@@ -149,9 +219,22 @@ def check_tokens(requests: Rows, cache: PrefixCache, rows: Ints) -> None:
                 cache.filled[block] >= filled,
                 f"row {row}: block {block} knows {cache.filled[block]} of {filled} tokens",
             )
-            if filled == size and requests.root[row]:
-                above = cache.serial[tables[row, column - 1]] if column else requests.root[row]
-                require(
-                    cache.serial[block] > 0, f"row {row}: block {block} in column {column} is full and has no identity"
-                )
-                require(cache.parent[block] == above, f"row {row}: block {block} does not continue the block before it")
+            if filled < size or not requests.root[row]:
+                continue
+            above = cache.serial[tables[row, column - 1]] if column else requests.root[row]
+            require(cache.serial[block] > 0, f"row {row}: block {block} in column {column} is full and has no identity")
+            require(cache.parent[block] == above, f"row {row}: block {block} does not continue the block before it")
+            if companions:
+                _check_beside(requests, cache, companions, row, column, block)
+
+
+def _check_beside(
+    requests: Rows, cache: PrefixCache, companions: Companions, row: int, column: int, anchor: int
+) -> None:
+    for g in companions.others:
+        block = int(requests.groups[g].tables[row, column])
+        parent = companions.parents(g, np.array([anchor]))[0]
+        require(
+            block < 0 or (cache.serial[block] > 0 and cache.parent[block] == parent),
+            f"row {row}: block {block} of group {g} in column {column} is not known beside block {anchor}",
+        )

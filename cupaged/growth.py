@@ -7,37 +7,46 @@ from dataclasses import dataclass
 import numpy as np
 
 from .block_pool import BlockPool, Ints
+from .companions import Companions
 from .decode_step import DecodeStep
 from .errors import OutOfBlocks
 from .free_queues import Blocks
+from .leaving import Leaving, find_leaving
 from .prefix_cache import PrefixCache, Tokens
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows
 from .steps import Step, write_slots
-from .tables import ranges
+from .tables import BlockTables, ranges
 
 _NONE: Ints = np.zeros(0, np.int64)
+_NO_COPYING = (_NONE, _NONE)
 
 
 @dataclass(slots=True)
 class Plan:
-    """What an extension needs. `growing`, `copying` are positions in the batch."""
+    """What an extension needs. `growing` and the first of `copying` are positions in the batch."""
 
     column: Ints  # [n] column of the first new token
     total: Ints  # [n] lengths afterwards
     growing: Ints  # sequences that get new columns
     growing_column: Ints  # the first of them
     grown: Ints | None  # how many; None: one each
-    copying: Ints  # sequences that replace their last block by a copy
-    sources: Ints  # those blocks
-    num_blocks: int
+    copying: list[tuple[Ints, Ints]]  # of each group: sequences that replace their last block by a copy, those blocks
+    leaving: Leaving | None  # blocks that are given back first
+    num_blocks: int  # to take, of all groups
+
+    @property
+    def freed(self) -> int:
+        """Free blocks that there are more after what is given back."""
+        return self.leaving.freed if self.leaving else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """What the prefix cache has for a new request."""
 
-    hits: Ints  # blocks that are equal as a whole
+    hits: list[Ints]  # of each group: blocks that are equal as a whole, up to the column where new blocks begin
+    columns: int  # that column
     source: int  # the block that goes on equal for some tokens, -1: none
     common: int  # how many
     held: Ints  # all of them
@@ -47,13 +56,22 @@ class Attachment:
 
 
 class Growth:
-    """Extends rows of `requests` with blocks of `pool`, and numbers the steps."""
+    """Extends rows of `requests` with blocks of `pool`, and numbers the steps.
 
-    def __init__(self, requests: Rows, pool: BlockPool, cache: PrefixCache | None) -> None:
-        self._requests, self._pool, self._cache = requests, pool, cache
-        self._tables = requests.groups[0]
+    A batch first gives back what leaves the horizon of its groups, row after row and in a row group after group; then each row takes
+    its blocks, group after group, in a group the block for a copy before those for growth.
+    """
+
+    def __init__(
+        self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, companions: Companions | None
+    ) -> None:
+        self._requests, self._pool, self._cache, self._companions = requests, pool, cache, companions
+        self._groups = requests.groups
+        self._limited = any(tables.limited for tables in requests.groups)
+        self._no_copying = [_NO_COPYING] * len(self._groups)
         self.block_size = requests.block_size
-        self._decode = DecodeStep(requests, pool)
+        single = len(self._groups) == 1 and not self._limited
+        self._decode = DecodeStep(requests, pool) if single else None
         self.serial = 0  # of the newest step
         self.after = 0  # of the newest step with copies or swaps
         self.copies = 0  # of all steps
@@ -67,65 +85,69 @@ class Growth:
             growing, grown = fresh.nonzero()[0], None
             num_blocks = len(growing)
         else:
-            total, have = lengths + counts, self._tables.columns(lengths)
-            fresh = self._tables.columns(total) - have
+            total, have = lengths + counts, self._groups[0].columns(lengths)
+            fresh = self._groups[0].columns(total) - have
             growing = fresh.nonzero()[0]
             grown = fresh.take(growing)
             num_blocks = int(grown.sum())
-        plan = Plan(column, total, growing, have.take(growing), grown, _NONE, _NONE, num_blocks)
+        num_blocks *= len(self._groups)
+        plan = Plan(column, total, growing, have.take(growing), grown, self._no_copying, None, num_blocks)
+        if self._limited:
+            plan.leaving = find_leaving(self._groups, self._pool, rows, lengths, counts)
         if self._pool.sharing:
-            self._plan_copies(plan, rows, lengths)
+            writing = ((column * self.block_size != lengths) & (total > lengths)).nonzero()[0]
+            plan.copying = [self._copying(tables, plan, rows, writing) for tables in self._groups]
+            plan.num_blocks += sum(len(at) for at, _ in plan.copying)
         return plan
 
-    def _plan_copies(self, plan: Plan, rows: Ints, lengths: Ints) -> None:
-        """Find the sequences that write into a block which stays with others."""
-        writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
-        tails = self._tables.at(rows.take(writing), plan.column.take(writing))
+    def _copying(self, tables: BlockTables, plan: Plan, rows: Ints, writing: Ints) -> tuple[Ints, Ints]:
+        """Of the sequences `writing` into their last block those whose block stays with others, and the blocks."""
+        tails = tables.at(rows.take(writing), plan.column.take(writing))
         references = self._pool.ref_count.take(tails)
+        if plan.leaving:
+            references -= self._pool.occurrences(plan.leaving.blocks, tails)
         shared = (references > 1).nonzero()[0]
         sources = tails.take(shared).astype(np.int64)
         copied = (self._pool.occurrences(sources) < references.take(shared)) | ~self._pool.last_of_each(sources)
-        plan.copying, plan.sources = writing.take(shared)[copied], sources[copied]
-        plan.num_blocks += len(plan.copying)
+        return writing.take(shared)[copied], sources[copied]
 
     def extend(self, rows: Ints, lengths: Ints, counts: Ints | None, reserve: int = 0) -> Step:
         """`counts` more tokens (None: one each) for `rows`, which have `lengths`; leaves `reserve` blocks free."""
         requests, pool = self._requests, self._pool
-        if counts is None and len(rows) and not pool.sharing and not (self._cache and self._cache.cut):
+        if self._decode and counts is None and len(rows) and not pool.sharing and not (self._cache and self._cache.cut):
             step, blocks = self._decode.extend(rows, lengths)
             if self._cache:
                 self._cache.filled[blocks] = 0
-            self._number(step, lengths, _NONE)
-            return step
+            return self._number([step], lengths, self._no_copying)
         plan = self.plan(rows, lengths, counts)
-        if plan.num_blocks and plan.num_blocks + reserve > pool.num_free:
-            raise OutOfBlocks(plan.num_blocks, max(pool.num_free - reserve, 0))
+        left = pool.num_free + plan.freed - reserve
+        if plan.num_blocks > max(left, 0):
+            raise OutOfBlocks(plan.num_blocks, max(left, 0))
         longest = int(plan.total.max(initial=1))
         if longest > MAX_TOKENS:
             raise ValueError(f"n: a sequence holds at most 2**31 - 1 tokens, not {longest}")
         columns = -(-longest // self.block_size)
         requests.widen(columns)
-        step = Step(self._tables, rows, columns, len(rows) if counts is None else int(counts.sum()))
-        blocks = pool.take(plan.num_blocks)  # the last thing that can fail; from here on, state changes
+        num_tokens = len(rows) if counts is None else int(counts.sum())
+        steps = [Step(tables, rows, columns, num_tokens) for tables in self._groups]
+        drop = (plan.leaving.blocks, plan.leaving.tables) if plan.leaving else None
+        blocks = pool.take(plan.num_blocks, drop=drop)  # the last thing that can fail; from here on, state changes
 
-        if len(plan.copying):
-            step.copies, blocks = self._copy_on_write(plan, step, blocks)
-        if len(blocks):
-            growing, column = plan.growing, plan.growing_column
-            if plan.grown is not None:
-                growing, column = np.repeat(growing, plan.grown), ranges(column, plan.grown)
-            self._tables.map(rows.take(growing), column, blocks)
-            step.block_tables.reshape(-1)[growing * columns + column] = blocks
         if self._cache:
             self._cache.filled[blocks] = 0
-            if self._cache.cut:
-                writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
-                column = plan.column.take(writing)
-                tails = self._tables.at(rows.take(writing), column).astype(np.int64)
+        if plan.leaving:
+            for tables, step, cut in zip(self._groups, steps, plan.leaving.cuts, strict=True):
+                _unmap(tables, step, *cut)
+        for g, (tables, step) in enumerate(zip(self._groups, steps, strict=True)):
+            self._fill(tables, step, plan, plan.copying[g], self._share(plan, blocks, len(rows), g))
+        if self._cache and self._cache.cut:
+            writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
+            column = plan.column.take(writing)
+            for tables in self._groups:
+                tails = tables.at(rows.take(writing), column).astype(np.int64)
                 self._cache.write(tails, lengths.take(writing) - column * self.block_size)
         requests.lengths[rows] = plan.total
-        self._finish(step, plan, lengths, counts)
-        return step
+        return self._finish(steps, plan, lengths, counts)
 
     def look_up(
         self, root: int, tokens: Tokens, n: int, reserve: int, rehearsal: Rehearsal | None = None
@@ -137,28 +159,38 @@ class Growth:
         pool, cache, size = rehearsal or self._pool, self._cache, self.block_size
         assert cache is not None
         most = max(len(tokens) - 1, 0)  # one token at least is left to compute
-        hits, source, common = cache.match(root, tokens, most, rehearsal.gone if rehearsal else None)
+        gone = rehearsal.gone if rehearsal else None
+        matched, source, common = cache.match(root, tokens, most, gone)
+        hits, columns = [matched], len(matched)
+        if self._companions:  # no other group can go on in the middle of a block
+            (hits, columns), source = self._companions.serve(matched, tokens, gone), -1
         if not n:
-            source, common = -1, 0  # a copy takes a block, and without new tokens none is taken
+            source = -1  # a copy takes a block, and without new tokens none is taken
         while True:
-            cached = len(hits) * size + common
+            cached = columns * size + (common if source >= 0 else 0)
             total = min(len(tokens), cached + n)
-            fresh = -(-total // size) - len(hits)
-            held = hits if source < 0 else np.append(hits, source)
-            needed = fresh + int(np.count_nonzero(pool.ref_count.take(hits) == 0))
+            fresh = (-(-total // size) - columns) * len(self._groups)
+            whole = hits[0] if len(hits) == 1 else np.concatenate(hits)
+            held = whole if source < 0 else np.append(whole, source)
+            needed = fresh + int(np.count_nonzero(pool.ref_count.take(whole) == 0))
             idle = needed - fresh if source < 0 else int(np.count_nonzero(pool.ref_count.take(held) == 0))
             if (not needed or needed + reserve <= pool.num_free) and fresh + idle <= pool.num_free:
-                return Attachment(hits, source, common, held, fresh, cached, total)
+                return Attachment(hits, columns, source, common, held, fresh, cached, total)
             if source < 0:
                 raise OutOfBlocks(needed, max(pool.num_free - reserve, 0))
-            source, common = -1, 0  # without the block that was to be copied, it may be enough
+            source = -1  # without the block that was to be copied, it may be enough
 
     def rehearse(self, rehearsal: Rehearsal, plan: Plan, rows: Ints, lengths: Ints) -> None:
         """Note what `extend`, of which this is the plan, would do."""
+        if plan.leaving:
+            named = self._cache.serial.take(plan.leaving.blocks) > 0 if self._cache else np.zeros(0, np.bool_)
+            rehearsal.drop(plan.leaving.blocks, plan.leaving.tables, named)
         rehearsal.take(plan.num_blocks, _NONE)
         writing = (plan.column * self.block_size != lengths) & (plan.total > lengths)
-        writing[plan.copying] = False
-        rehearsal.gone[self._tables.at(rows[writing], plan.column[writing])] = True
+        for tables, (copying, _) in zip(self._groups, plan.copying, strict=True):
+            in_place = writing.copy()
+            in_place[copying] = False
+            rehearsal.gone[tables.at(rows[in_place], plan.column[in_place])] = True
 
     def rehearse_attach(self, rehearsal: Rehearsal, root: int, tokens: Tokens, n: int, reserve: int) -> None:
         """Note what `attach` would do; where it would raise, only how many blocks it needs."""
@@ -181,85 +213,132 @@ class Growth:
             raise ValueError(f"token_ids: a sequence holds at most 2**31 - 1 tokens, not {total}")
         columns = max(1, -(-total // size))
         requests.widen(columns)
-        step = Step(self._tables, row, columns, total - cached)
+        steps = [Step(tables, row, columns, total - cached) for tables in self._groups]
         blocks = pool.take(found.fresh, found.held)  # the last thing that can fail; from here on, state changes
 
-        table = np.concatenate((found.hits, blocks)).astype(np.int32)
-        self._tables.tables[row[0], : len(table)] = step.block_tables[0, : len(table)] = table
         cache.filled[blocks] = 0
+        for tables, step, hits, fresh in zip(
+            self._groups, steps, found.hits, np.split(blocks, len(self._groups)), strict=True
+        ):
+            begin = found.columns - len(hits)
+            table = np.concatenate((hits, fresh)).astype(np.int32)
+            tables.tables[row[0], begin : begin + len(table)] = table
+            step.block_tables[0, begin : begin + len(table)] = table
+            tables.begin[row] = begin
+            tables.mark(row, 0)
         if found.source >= 0:
-            step.copies = np.array([[found.source, blocks[0]]], np.int32)
-            cache.copy(step.copies[:, 0], step.copies[:, 1])
+            steps[0].copies = np.array([[found.source, blocks[0]]], np.int32)
+            cache.copy(steps[0].copies[:, 0], steps[0].copies[:, 1])
             cache.write(blocks[:1].astype(np.int64), np.array([found.common]))
             pool.release([found.source])
             self.copies += 1
         cache.queried_tokens += len(tokens)
         cache.hit_tokens += cached
         requests.lengths[row], requests.known[row], requests.root[row] = total, cached, root
-        self._tables.mark(row, 0)
         before, counts = np.array([cached]), np.array([total - cached])
-        self._finish(step, Plan(before // size, before + counts, _NONE, _NONE, None, _NONE, _NONE, 0), before, counts)
-        step.num_cached[0] = cached
-        return step
+        plan = Plan(before // size, before + counts, _NONE, _NONE, None, self._no_copying, None, 0)
+        return self._finish(steps, plan, before, counts, cached)
 
-    def finish_still(self, step: Step, lengths: Ints) -> None:
+    def finish_still(self, steps: list[Step], lengths: Ints) -> Step:
         """Finish a step without new tokens, whose sequences had no blocks before and have `lengths` now."""
         none = np.zeros_like(lengths)
-        self._finish(step, Plan(none, lengths, _NONE, _NONE, None, _NONE, _NONE, 0), none, none)
+        plan = Plan(none, lengths, _NONE, _NONE, None, self._no_copying, None, 0)
+        step = self._finish(steps, plan, none, none)
         if len(step.swap_out) or len(step.swap_in):
             self.after = self.serial
+        return step
 
-    def _copy_on_write(self, plan: Plan, step: Step, blocks: Blocks) -> tuple[Blocks, Blocks]:
-        """Replace the shared tails; returns (src, dst) of each and the blocks that are left for growth."""
+    def _share(self, plan: Plan, blocks: Blocks, n: int, g: int) -> Blocks:
+        """Those of the blocks taken that go to group `g`, row after row."""
+        if len(self._groups) == 1:
+            return blocks
+        needs = np.zeros((n, len(self._groups)), np.int64)
+        needs[plan.growing] = 1 if plan.grown is None else plan.grown[:, None]
+        for group, (copying, _) in enumerate(plan.copying):
+            needs[copying, group] += 1
+        group_of = np.repeat(np.tile(np.arange(len(self._groups)), n), needs.reshape(-1))
+        share: Blocks = blocks[group_of == g]
+        return share
+
+    def _fill(self, tables: BlockTables, step: Step, plan: Plan, copying: tuple[Ints, Ints], blocks: Blocks) -> None:
+        """Map a group's `blocks`: copies of shared tails, and new columns."""
+        if len(copying[0]):
+            blocks = self._copy_on_write(tables, step, plan, *copying, blocks)
+        if len(blocks):
+            growing, column = plan.growing, plan.growing_column
+            if plan.grown is not None:
+                growing, column = np.repeat(growing, plan.grown), ranges(column, plan.grown)
+            tables.map(step.rows.take(growing), column, blocks)
+            step.block_tables.reshape(-1)[growing * step.block_tables.shape[1] + column] = blocks
+
+    def _copy_on_write(
+        self, tables: BlockTables, step: Step, plan: Plan, copying: Ints, sources: Ints, blocks: Blocks
+    ) -> Blocks:
+        """Replace the shared tails; returns the blocks that are left for growth."""
         needs = np.zeros(len(step.rows), np.int64)
         needs[plan.growing] = 1 if plan.grown is None else plan.grown
-        needs[plan.copying] += 1
+        needs[copying] += 1
         # a sequence takes the block for its copy before those for growth
-        first = (needs.cumsum() - needs).take(plan.copying)
-        column = plan.column.take(plan.copying)
-        copies = np.empty((len(first), 2), np.int32)
-        copies[:, 0], copies[:, 1] = plan.sources, blocks.take(first)
-        self._tables.map(step.rows.take(plan.copying), column, copies[:, 1])
-        step.block_tables[plan.copying, column] = copies[:, 1]
+        first = (needs.cumsum() - needs).take(copying)
+        column = plan.column.take(copying)
+        step.copies = np.empty((len(first), 2), np.int32)
+        step.copies[:, 0], step.copies[:, 1] = sources, blocks.take(first)
+        tables.map(step.rows.take(copying), column, step.copies[:, 1])
+        step.block_tables[copying, column] = step.copies[:, 1]
         if self._cache:
-            self._cache.copy(plan.sources, copies[:, 1])
-        self._pool.release(plan.sources)
-        self.copies += len(copies)
+            self._cache.copy(sources, step.copies[:, 1])
+        self._pool.release(sources)
+        self.copies += len(first)
         left = np.ones(len(blocks), np.bool_)
         left[first] = False
-        return copies, blocks[left]
+        return blocks[left]
 
-    def _finish(self, step: Step, plan: Plan, lengths: Ints, counts: Ints | None) -> None:
-        """Fill in what follows from the tables, and number the step."""
-        size, (n, columns) = self.block_size, step.block_tables.shape
+    def _finish(self, steps: list[Step], plan: Plan, lengths: Ints, counts: Ints | None, cached: int = 0) -> Step:
+        """Fill in what follows from the tables, and number the step; returns that of the first group."""
+        size, (n, columns) = self.block_size, steps[0].block_tables.shape
         if n == 1:
             total = int(plan.total[0])
-            step.query_start_loc[:] = 0, len(step.slot_mapping)
             first, stop = int(lengths[0]) // size, -(-total // size)
-            write_slots(step.slot_mapping, step.block_tables[0, first:stop], int(lengths[0]) - first * size, size)
-            step.seq_lens[:] = total
-            self._number(step, lengths, plan.copying)
-            return
+            for step in steps:
+                step.query_start_loc[:] = 0, len(step.slot_mapping)
+                write_slots(step.slot_mapping, step.block_tables[0, first:stop], int(lengths[0]) - first * size, size)
+                step.seq_lens[:] = total
+            return self._number(steps, lengths, plan.copying, cached)
         base = np.arange(n) * (columns * size)  # token 0 of each sequence, the tables laid end to end
         if counts is None:
             token = base + lengths
-            step.query_start_loc[:] = np.arange(n + 1)
+            starts = np.arange(n + 1)
         else:
-            ends = counts.cumsum()
-            token = np.repeat(base + (lengths - ends + counts), counts) + np.arange(len(step.slot_mapping))
-            step.query_start_loc[0] = 0
-            step.query_start_loc[1:] = ends
+            starts = np.zeros(n + 1, np.int64)
+            starts[1:] = ends = counts.cumsum()
+            token = np.repeat(base + (lengths - ends + counts), counts) + np.arange(len(steps[0].slot_mapping))
         entry = token // size
-        np.multiply(step.block_tables.reshape(-1).take(entry) - entry, size, out=step.slot_mapping)
-        step.slot_mapping += token
-        step.seq_lens[:] = plan.total
-        self._number(step, lengths, plan.copying)
+        for step in steps:
+            np.multiply(step.block_tables.reshape(-1).take(entry) - entry, size, out=step.slot_mapping)
+            step.slot_mapping += token
+            step.query_start_loc[:] = starts
+            step.seq_lens[:] = plan.total
+        return self._number(steps, lengths, plan.copying, cached)
 
-    def _number(self, step: Step, lengths: Ints, copying: Ints) -> None:
-        step.num_cached = np.zeros(len(lengths), np.int32)
-        step.block_size, step.num_blocks, step.sharing = self.block_size, self._pool.num_blocks, self._pool.sharing
+    def _number(self, steps: list[Step], lengths: Ints, copying: list[tuple[Ints, Ints]], cached: int = 0) -> Step:
+        """Make one step of the groups' steps, the next one; returns that of the first group."""
         self.serial += 1
-        step.serial, step.after = self.serial, self.after
-        if len(step.copies):
+        for tables, step, (copied, _) in zip(self._groups, steps, copying, strict=True):
+            step.num_cached = np.full(len(lengths), cached, np.int32)
+            step.block_size, step.num_blocks = self.block_size, self._pool.num_blocks
+            step.sharing = self._pool.sharing and not tables.limited  # a table with holes has no beginning to share
+            step.serial, step.after = self.serial, self.after
+            step.keep_changes(tables, self._requests.lengths, lengths, copied)
+        if any(len(step.copies) for step in steps):
             self.after = self.serial
-        step.keep_changes(self._tables, self._requests.lengths, lengths, copying)
+        steps[0].other_groups = tuple(steps[1:])
+        return steps[0]
+
+
+def _unmap(tables: BlockTables, step: Step, at: Ints, first: Ints, stop: Ints) -> None:
+    """Columns `[first[i], stop[i])` of sequence `at[i]` have left the horizon."""
+    rows = step.rows.take(at)
+    tables.flat[tables.entries(rows, first, stop)] = -1
+    tables.begin[rows] = stop
+    width = step.block_tables.shape[1]
+    step.block_tables.reshape(-1)[ranges(at * width + first, stop - first)] = -1

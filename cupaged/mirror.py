@@ -21,6 +21,7 @@ class TableMirror:
         self.block_size = integer(block_size, "block_size", 1)
         self.tables = np.full((8, 8), -1, np.int32)
         self.lengths = np.zeros(8, np.int64)
+        self._begin = np.zeros(8, np.int64)  # first mapped column of each row
         self._serial = 0
 
     def apply(self, delta: Delta) -> None:
@@ -38,8 +39,9 @@ class TableMirror:
         flat = self.tables.reshape(-1)
         used = -(-self.lengths[delta.rows] // self.block_size)
         flat[_entries(delta.rows * width, delta.first, used)] = -1
+        flat[_entries(delta.rows * width, self._begin[delta.rows], np.minimum(delta.begin, used))] = -1
         flat[_entries(delta.rows * width, delta.first, columns)] = delta.blocks
-        self.lengths[delta.rows] = delta.lengths
+        self.lengths[delta.rows], self._begin[delta.rows] = delta.lengths, delta.begin
         self._serial = delta.serial
 
     def _make_room(self, rows: int, columns: int) -> None:
@@ -47,10 +49,11 @@ class TableMirror:
         if rows > old_rows or columns > old_columns:
             rows = old_rows if rows <= old_rows else max(rows, old_rows + old_rows // 2)
             columns = old_columns if columns <= old_columns else max(columns, old_columns + old_columns // 2)
-            tables, lengths = np.full((rows, columns), -1, np.int32), np.zeros(rows, np.int64)
+            tables = np.full((rows, columns), -1, np.int32)
+            lengths, begin = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
             tables[:old_rows, :old_columns] = self.tables
-            lengths[:old_rows] = self.lengths
-            self.tables, self.lengths = tables, lengths
+            lengths[:old_rows], begin[:old_rows] = self.lengths, self._begin
+            self.tables, self.lengths, self._begin = tables, lengths, begin
 
 
 def _entries(starts: Ints, first: Ints, stop: Ints) -> Ints:

@@ -2,6 +2,7 @@
 
 A second `BlockPool` numbers the host blocks. Leaving, what several requests share among themselves is kept once, so that they share
 it again when they come back together. Coming back, a block that the prefix cache still has is shared in place of being swapped in.
+With several groups of layers the tables of all of them go and come, row after row and in a row group after group.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import numpy.typing as npt
 
 from .block_pool import BlockPool, Ints, require
 from .commit import adopt
+from .companions import Companions
 from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .growth import Growth
+from .leaving import cut, laid_by_row
 from .prefix_cache import PrefixCache
 from .rehearsal import Rehearsal
 from .rows import Rows
@@ -28,34 +31,42 @@ _HINT = "free evicted requests, or make the host pool larger (host_blocks)"
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """What evicted requests need to come back. Their tables are laid end to end; `m` is the sum of their columns."""
+    """What evicted requests need to come back. Their tables are laid end to end; `m` is the sum of their mapped columns."""
 
     host: Blocks  # [m] host blocks
-    columns: Ints  # [n] columns of each request
+    begins: Ints  # [n, groups] first mapped column of each table
+    sizes: Ints  # [n, groups] mapped columns of each table
     lengths: Ints  # [n] tokens of each request
     cached: Ints  # [m] block of the prefix cache that has the same content, -1: none
     fresh: npt.NDArray[
         np.bool_
     ]  # [m] whether a block must be taken for this entry; it serves all entries of the host block
-    known: Ints  # [n] leading columns that had an identity
-    hits: Ints  # [n] those of them that the cache has
+    first: Ints  # [n] columns from `first[i]` to `stop[i]` had identities that the cache may lack
+    stop: Ints  # [n]
 
 
 class Preemption:
     """Host blocks, and the tables of evicted requests, which name them. Arguments `rows [n]` were checked by the caller."""
 
     def __init__(
-        self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, growth: Growth, host_blocks: int
+        self,
+        requests: Rows,
+        pool: BlockPool,
+        cache: PrefixCache | None,
+        companions: Companions | None,
+        growth: Growth,
+        host_blocks: int,
     ) -> None:
-        self._requests, self._device, self._cache, self._growth = requests, pool, cache, growth
-        self._tables = requests.groups[0]
+        self._requests, self._device, self._cache, self._companions = requests, pool, cache, companions
+        self._groups, self._growth = requests.groups, growth
         self.pool = BlockPool(host_blocks)
         self.swapped_out = self.swapped_in = 0  # blocks of all steps
-        self._host_tables: dict[int, Blocks] = {}  # host blocks of each evicted row
+        self._host_tables: dict[int, Blocks] = {}  # host blocks of each evicted row, group after group
+        self._begins: dict[int, list[int]] = {}  # first mapped column of each evicted row, for each group
         self._lengths: dict[int, int] = {}
         self._held: dict[
-            int, tuple[BlockPool, Blocks, Ints]
-        ] = {}  # by step: sources of its swaps, so many of each request
+            int, tuple[BlockPool, Blocks | Ints, Ints]
+        ] = {}  # by step: sources of its swaps, so many of each table
         known = host_blocks if cache else 0
         self._tokens = np.zeros((known, requests.block_size), np.int32)  # of each host block, as in the prefix cache
         self._filled = np.zeros(known, np.int32)
@@ -84,12 +95,18 @@ class Preemption:
         """Send the blocks of `rows` to host blocks. All or nothing: raises OutOfBlocks when too few of those are free."""
         requests, device = self._requests, self._device
         lengths = requests.lengths.take(rows)
-        columns = self._tables.columns(lengths)
-        blocks = self._tables.flat.take(self._tables.entries(rows, np.zeros_like(columns), columns))
+        columns = self._groups[0].columns(lengths)
+        begins = [tables.begin.take(rows) for tables in self._groups]
+        parts = [
+            tables.flat.take(tables.entries(rows, begin, columns))
+            for tables, begin in zip(self._groups, begins, strict=True)
+        ]
+        blocks, sizes = laid_by_row(parts, [columns - begin for begin in begins])
         first = device.last_of_each(blocks[::-1])[::-1]  # one of each block, where it stands first
         leaving = blocks[first]
-        step = Step(self._tables, rows, 1, 0)
-        step.block_tables.fill(-1)
+        steps = [Step(tables, rows, 1, 0) for tables in self._groups]
+        for step in steps:
+            step.block_tables.fill(-1)
         if len(leaving) > self.pool.num_free:
             raise OutOfBlocks(len(leaving), self.pool.num_free, _HINT)
         host = self.pool.take(len(leaving))  # the last thing that can fail; from here on, state changes
@@ -103,15 +120,18 @@ class Preemption:
             self._filled[host] = self._cache.filled.take(leaving)
             self._named[host] = self._cache.serial.take(leaving) > 0
         self._lengths.update(zip(rows.tolist(), lengths.tolist(), strict=True))
-        self._host_tables.update(zip(rows.tolist(), _split(table, columns), strict=True))
+        self._host_tables.update(
+            zip(rows.tolist(), _split(table, sizes.reshape(-1, len(self._groups)).sum(1)), strict=True)
+        )
+        self._begins.update(zip(rows.tolist(), np.stack(begins, 1).tolist(), strict=True))
         none = np.zeros_like(lengths)
-        step.swap_out = np.stack((leaving, host), 1)
+        steps[0].swap_out = np.stack((leaving, host), 1).astype(np.int32)
         self.swapped_out += len(host)
-        released = self._tables.cut(rows, none, lengths)
+        released = cut(self._groups, rows, none, lengths)
         requests.suspend(rows)
-        self._growth.finish_still(step, none)
+        step = self._growth.finish_still(steps, none)
         if hold:
-            self._hold(step, device, leaving, first, columns)
+            self._hold(step, device, leaving, first, sizes)
         device.release(*released)
         return step
 
@@ -125,54 +145,79 @@ class Preemption:
     def _plan(self, rows: Ints, gone: npt.NDArray[np.bool_] | None = None) -> Return:
         tables = [self._host_tables[row] for row in rows.tolist()]
         host = np.concatenate(tables) if tables else np.zeros(0, np.int32)
-        columns = np.array([len(table) for table in tables], np.int64)
         lengths = np.array([self._lengths[row] for row in rows.tolist()], np.int64)
-        known, hits = np.zeros_like(columns), np.zeros_like(columns)
+        begins = np.array([self._begins[row] for row in rows.tolist()], np.int64).reshape(-1, len(self._groups))
+        sizes = self._groups[0].columns(lengths)[:, None] - begins
+        first, stop = np.zeros_like(lengths), np.zeros_like(lengths)
         place = np.full(self.pool.num_blocks, -1, np.int64)
         if self._cache:
-            size = self._requests.block_size
-            for i, (row, table) in enumerate(zip(rows.tolist(), tables, strict=True)):
-                named = self._named.take(table)
-                known[i] = len(named) if named.all() else named.argmin()
-                words = self._tokens.take(table[: known[i]], 0).reshape(-1)
-                found, _, _ = self._cache.match(int(self._requests.root[row]), words, int(known[i]) * size, gone)
-                hits[i] = len(found)
-                place[table[: len(found)]] = found
+            for i, row in enumerate(rows.tolist()):
+                parts = np.split(tables[i], sizes[i].cumsum()[:-1])
+                first[i], stop[i] = self._find(row, parts, begins[i], place, gone)
         cached = place.take(host)
         fresh = self.pool.last_of_each(host[::-1])[::-1] & (cached < 0)
-        return Return(host, columns, lengths, cached, fresh, known, hits)
+        return Return(host, begins, sizes, lengths, cached, fresh, first, stop)
+
+    def _find(
+        self, row: int, tables: list[Blocks], begins: Ints, place: Ints, gone: npt.NDArray[np.bool_] | None
+    ) -> tuple[int, int]:
+        """Look for the content of a row's host blocks in the cache, and note in `place` what has it.
+
+        Returns the columns from the first to before the second of which had identities and may need new ones.
+        """
+        assert self._cache
+        anchor = tables[self._companions.anchor if self._companions else 0]
+        named = self._named.take(anchor)
+        known = len(named) if named.all() else int(named.argmin())
+        words = self._tokens.take(anchor[:known], 0)
+        found, _, _ = self._cache.match(int(self._requests.root[row]), words.reshape(-1), words.size, gone)
+        place[anchor[: len(found)]] = found
+        if not self._companions:
+            return len(found), known
+        for g in self._companions.others:
+            columns = np.arange(begins[g], len(found))
+            beside = self._cache.find(
+                self._companions.parents(g, found.take(columns)), columns, words.take(columns, 0), gone
+            )
+            place[tables[g][: len(columns)]] = beside
+        return 0, known
 
     def restore(self, rows: Ints, hold: bool) -> Step:
         """Bring `rows` back into blocks of the device. All or nothing: raises OutOfBlocks when too few of those are free."""
         requests, device = self._requests, self._device
         plan = self._plan(rows)
-        width = max(int(plan.columns.max(initial=0)), 1)
+        count, width = len(self._groups), max(int(self._groups[0].columns(plan.lengths).max(initial=0)), 1)
         requests.widen(width)
-        step = Step(self._tables, rows, width, 0)
+        steps = [Step(tables, rows, width, 0) for tables in self._groups]
         shared = plan.cached >= 0
         taken = device.take(int(np.count_nonzero(plan.fresh)), plan.cached[shared])  # the last thing that can fail
 
         moved = plan.host[plan.fresh]
         place = np.empty(self.pool.num_blocks, np.int32)
         place[moved] = taken
-        table = np.where(shared, plan.cached, place.take(plan.host)).astype(np.int32)
-        device.acquire(table[~shared & ~plan.fresh])
-        owner, column = np.repeat(np.arange(len(rows)), plan.columns), ranges(np.zeros_like(plan.columns), plan.columns)
-        self._tables.map(rows.take(owner), column, table)
-        step.block_tables.reshape(-1)[owner * width + column] = table
+        blocks = np.where(shared, plan.cached, place.take(plan.host)).astype(np.int32)
+        device.acquire(blocks[~shared & ~plan.fresh])
+        sizes = plan.sizes.reshape(-1)
+        owner, column = np.repeat(np.arange(len(sizes)), sizes), ranges(plan.begins.reshape(-1), sizes)
+        for g, (tables, step) in enumerate(zip(self._groups, steps, strict=True)):
+            mine = (owner % count == g).nonzero()[0]
+            of, at = owner.take(mine) // count, column.take(mine)
+            tables.map(rows.take(of), at, blocks.take(mine))
+            tables.begin[rows] = plan.begins[:, g]
+            step.block_tables.reshape(-1)[of * width + at] = blocks.take(mine)
         requests.resume(rows, plan.lengths)
         if self._cache:
             self._cache.tokens[taken] = self._tokens.take(moved, 0)
             self._cache.filled[taken] = self._filled.take(moved)
-            lost = (plan.hits < plan.known).nonzero()[0]
+            lost = (plan.first < plan.stop).nonzero()[0]
             if len(lost):
-                first, stop = plan.hits.take(lost), plan.known.take(lost)
-                adopt(requests, device, self._cache, rows.take(lost), first, stop, replace=False)
-        step.swap_in = np.stack((moved, taken), 1)
+                first, stop = plan.first.take(lost), plan.stop.take(lost)
+                adopt(requests, device, self._cache, self._companions, rows.take(lost), first, stop, replace=False)
+        steps[0].swap_in = np.stack((moved, taken), 1)
         self.swapped_in += len(taken)
-        self._growth.finish_still(step, plan.lengths)
+        step = self._growth.finish_still(steps, plan.lengths)
         if hold:
-            self._hold(step, self.pool, moved, plan.fresh, plan.columns)
+            self._hold(step, self.pool, moved, plan.fresh, sizes)
         self.free(rows)
         return step
 
@@ -180,7 +225,7 @@ class Preemption:
         """Forget the host blocks of `rows`."""
         tables = [self._host_tables.pop(row) for row in rows.tolist()]
         for row in rows.tolist():
-            del self._lengths[row]
+            del self._lengths[row], self._begins[row]
         if tables:
             self.pool.release(np.concatenate(tables), np.array([len(table) for table in tables]))
 
@@ -190,11 +235,13 @@ class Preemption:
 
     # ---- swaps on another stream ----
 
-    def _hold(self, step: Step, pool: BlockPool, sources: Blocks, first: npt.NDArray[np.bool_], columns: Ints) -> None:
+    def _hold(
+        self, step: Step, pool: BlockPool, sources: Blocks | Ints, first: npt.NDArray[np.bool_], sizes: Ints
+    ) -> None:
         """Keep `sources`, which stand where `first` says in the tables laid end to end, until `release` of this step."""
         pool.acquire(sources)
-        owners = np.repeat(np.arange(len(columns)), columns)[first]
-        self._held[step.serial] = pool, sources, np.bincount(owners, minlength=len(columns))
+        owners = np.repeat(np.arange(len(sizes)), sizes)[first]
+        self._held[step.serial] = pool, sources, np.bincount(owners, minlength=len(sizes))
 
     def release(self, step: Step) -> None:
         """Let go of what `hold=True` kept of a step; raises ValueError when it keeps nothing."""
@@ -223,9 +270,8 @@ class Preemption:
         for name, row in requests.evicted.items():
             table, length = self._host_tables[row], self._lengths[row]
             require(requests.names[row] == name and name not in requests.row_of, f"row {row} is not that of {name!r}")
-            require(
-                len(table) == -(-length // requests.block_size), f"evicted row {row}: {length} tokens in blocks {table}"
-            )
+            columns = -(-length // requests.block_size) * len(self._groups) - sum(self._begins[row])
+            require(len(table) == columns, f"evicted row {row}: {length} tokens in blocks {table}")
             require(len(np.unique(table)) == len(table), f"evicted row {row} holds a host block twice: {table}")
             np.add.at(counted, table, 1)
         require(

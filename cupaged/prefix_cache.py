@@ -4,6 +4,9 @@ An identity is (number of the parent's identity, token ids); numbers are never u
 a root, one for each `extra_key`, so that the key is part of the whole chain. A match walks from the root and compares the parent's
 number and the tokens at every block. Hashes only find candidates: they are sums over a prefix, computed for all blocks at once.
 
+With several groups of layers the chain is that of the first group of full attention. Blocks of the others are each an identity by
+themselves, under a negative parent that `Companions` knows: nothing continues them, and events do not speak of them.
+
 Arrays are indexed by physical block. Blocks with one identity are twins: the first of them, the canonical block, is what a match
 finds, and the next takes its place when it goes.
 """
@@ -64,6 +67,7 @@ class PrefixCache:
             False  # whether a block may ever have known more tokens than a request that ends in it has, see `truncated`
         )
         self.events: list[CacheEvent] | None = [] if record_events else None
+        self.companions = False  # whether there are groups beside the one that has the chain
         self.queried_tokens = self.hit_tokens = 0
         pool.track(self.serial, self.forget)
 
@@ -111,7 +115,7 @@ class PrefixCache:
     def _remaining(self, blocks: Ints, gone: npt.NDArray[np.bool_]) -> Ints:
         """For each canonical block the one that would be canonical without those that are gone, -1: none."""
         blocks = blocks.copy()
-        for i in gone.take(blocks).nonzero()[0].tolist():
+        for i in (gone.take(blocks) & (blocks >= 0)).nonzero()[0].tolist():
             while blocks[i] >= 0 and gone[blocks[i]]:
                 blocks[i] = self._twin[blocks[i]]
         return blocks
@@ -147,6 +151,22 @@ class PrefixCache:
             if self.parent[block] == parent and np.array_equal(self.tokens[block], words):
                 return block
         return -1
+
+    def find(self, parents: Ints, columns: Ints, words: Tokens, gone: npt.NDArray[np.bool_] | None = None) -> Ints:
+        """The canonical blocks `[n]` whose identities are (`parents[i]`, `words[i]`), in `columns[i]`; -1 where there is none.
+
+        Blocks that are `gone [num_blocks]` are taken to have lost their identities.
+        """
+        hashes = _root_hash(parents) + block_hashes(words, columns)
+        found: Ints = self._index.find(self._index.homes(hashes))
+        there = (found >= 0).nonzero()[0]
+        blocks = found.take(there)
+        same = (self.parent.take(blocks) == parents.take(there)) & (self.tokens.take(blocks, 0) == words[there]).all(1)
+        for i in there[~same].tolist():  # another block has this hash
+            found[i] = self._search(hashes[i], int(parents[i]), words[i])
+        if gone is not None:
+            found[there] = self._remaining(found.take(there), gone)
+        return found
 
     # ---- tokens ----
 
@@ -315,10 +335,11 @@ class PrefixCache:
             for block in blocks[twins].tolist():
                 self._forget_twin(block)
             blocks = blocks[self.serial.take(blocks) > 0]
-        if self.events is not None:
-            self._record("removed", self.serial.take(blocks))
-        self._siblings.remove(blocks)
         self._index.remove(blocks)
+        chained = blocks[self.parent.take(blocks) > 0] if self.companions else blocks
+        if self.events is not None:
+            self._record("removed", self.serial.take(chained))
+        self._siblings.remove(chained)
         self.serial[blocks] = 0
 
     def clear(self) -> None:
@@ -349,13 +370,15 @@ class PrefixCache:
                 raise AssertionError(f"blocks {block} and {twin} are twins and differ")
         if (self.filled[named] < self.block_size).any():
             raise AssertionError(f"a block with an identity is not full: {named}, {self.filled[named]}")
-        self._siblings.check(entries.astype(np.int32))
+        self._siblings.check(entries[self.parent[entries] > 0].astype(np.int32))
 
     def _store(self, blocks: Ints, serials: Ints, parents: Ints, hashes: Hashes, homes: Homes, above: Ints) -> None:
         """Note identities of `blocks [n]`, which follow blocks `above [n]`; of one run, `[1]` is enough."""
         self.serial[blocks], self.parent[blocks] = serials, parents
         self._index.hashes[blocks] = hashes
         self._index.insert(blocks, homes)
+        if parents[0] < 0:
+            return
         if len(above) == len(blocks):
             self._siblings.add(blocks, above)
         else:
@@ -384,7 +407,8 @@ class PrefixCache:
             self._twin[before] = twin
         elif twin >= 0:
             self._index.replace(block, twin)
-            self._siblings.replace(block, twin)
+            if self.parent[block] > 0:
+                self._siblings.replace(block, twin)
         else:
             return  # the last one: an ordinary block by now
         self._twin[block] = -1

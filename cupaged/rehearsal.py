@@ -39,6 +39,23 @@ class Rehearsal:
             waiting = (self.ref_count.take(self._cached) == 0) & ~self.gone.take(self._cached)
             self.gone[self._cached[waiting][: count - plain]] = True
 
+    def drop(self, blocks: Ints, tables: Ints, named: npt.NDArray[np.bool_]) -> None:
+        """As `BlockPool.release`, of blocks that have an identity where `named [n]` says so (empty: none has)."""
+        begin = 0
+        for size in tables.tolist():
+            waiting: list[int] = []
+            for i in range(begin, begin + size):
+                block = int(blocks[i])
+                self.ref_count[block] -= 1
+                if not self.ref_count[block]:
+                    self.num_free += 1
+                    if len(named) and named[i]:
+                        waiting.insert(0, block)
+                    else:
+                        self._plain += 1
+            begin += size
+            self._cached = np.append(self._cached[~np.isin(self._cached, waiting)], np.array(waiting, np.int32))
+
     def release(self, block: int) -> None:
         """As `BlockPool.release` of one block with an identity."""
         self.ref_count[block] -= 1

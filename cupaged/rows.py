@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_pool import Ints, integers
+from .groups import Group
 from .tables import BlockTables, extended
 
 MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
@@ -19,12 +20,12 @@ MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
 class Rows:
     """The requests of one allocator. Methods that check raise with nothing changed; the others trust their caller."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, groups: list[Group]) -> None:
         self.block_size = block_size
         self.row_of: dict[Hashable, int] = {}
         self.evicted: dict[Hashable, int] = {}  # rows that wait for their request: no table, and -1 for its length
         self.names: list[Hashable] = [None] * 8  # of each row, None where no request is
-        self.groups = [BlockTables(block_size, 8)]
+        self.groups = [BlockTables(block_size, 8, group) for group in groups]
         self.lengths = np.full(8, -1, np.int64)  # tokens, -1: no request
         self.known = np.zeros(8, np.int64)  # of these, committed: how many a prefix cache has been told
         self.root = np.zeros(8, np.int64)  # where the sequence begins in the prefix cache, 0: it takes no part

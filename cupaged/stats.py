@@ -14,7 +14,7 @@ from .rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Use of the pool. A slot holds one token of every layer."""
+    """Use of the pool. A slot holds one token of every layer of its group."""
 
     blocks_free: int
     blocks_used: int
@@ -66,8 +66,10 @@ def wasted_slots(requests: Rows, pool: BlockPool) -> int:
     rows = (requests.lengths > 0).nonzero()[0]
     lengths = requests.lengths.take(rows)
     column = (lengths - 1) // requests.block_size
-    tails = requests.groups[0].at(rows, column).astype(np.int64)
-    filled = lengths - column * requests.block_size
+    filled = np.tile(lengths - column * requests.block_size, len(requests.groups))
+    tails = np.concatenate([tables.at(rows, column) for tables in requests.groups]).astype(np.int64)
+    if any(tables.limited for tables in requests.groups):  # a last block may lie beyond the horizon of what comes next
+        tails, filled = tails[tails >= 0], filled[tails >= 0]
     if pool.sharing:
         order = np.argsort(filled, kind="stable")  # of several owners the one with the most tokens counts
         tails, filled = tails.take(order), filled.take(order)

@@ -37,12 +37,15 @@ class Step:
         block_size, num_blocks: of the allocator.
         sharing: whether any block had more than one reference.
         device: where whoever executes the step may keep what belongs to it.
+
+    With several groups of layers these are the first group's; `group(g)` has those of group g. Copies of all groups run before
+    any writes; swaps of all groups are the step's own.
     """
 
     __slots__ = (
-        "_before", "_copied", "_marked", "_others", "_shared_prefix", "after", "block_size", "block_tables", "copies", "device",
-        "num_blocks", "num_cached", "packed", "query_start_loc", "rows", "seq_lens", "serial", "sharing", "slot_mapping", "swap_in",
-        "swap_out",
+        "_before", "_begin", "_copied", "_marked", "_others", "_shared_prefix", "after", "block_size", "block_tables", "copies", "device",
+        "num_blocks", "num_cached", "other_groups", "packed", "query_start_loc", "rows", "seq_lens", "serial", "sharing", "slot_mapping",
+        "swap_in", "swap_out",
     )  # fmt: skip
 
     block_tables: Blocks
@@ -61,6 +64,8 @@ class Step:
     num_blocks: int
     sharing: bool
     device: dict[object, Any]
+    other_groups: tuple[Step, ...]  # steps of the groups after the first
+    _begin: Ints | None  # first mapped columns, None: all 0
     _before: Ints  # lengths before the step
     _copied: Ints  # sequences whose table entry at that length changed by copy-on-write
     _marked: Int32s | None  # BlockTables.changed of this step's rows
@@ -80,6 +85,7 @@ class Step:
         self.query_start_loc = packed[lens + n :]
         self.rows = rows.copy()
         self.swap_out = self.swap_in = self.copies = NO_PAIRS
+        self.other_groups = ()
         self.device = {}
         self._shared_prefix: SharedPrefix | None = None
 
@@ -91,9 +97,16 @@ class Step:
             self._shared_prefix = find_shared_prefix(*where, self.block_size) if self.sharing else NOTHING
         return self._shared_prefix
 
+    def group(self, g: int) -> Step:
+        """The step of group `g`. Raises IndexError for a group that is not there."""
+        if not 0 <= g <= len(self.other_groups):
+            raise IndexError(f"g: expected 0 to {len(self.other_groups)}, got {g}")
+        return self.other_groups[g - 1] if g else self
+
     def keep_changes(self, tables: BlockTables, lengths: Ints, before: Ints, copied: Ints) -> None:
         """Note what `delta` will tell, and clear the marks: `before` are the lengths before the step, `lengths` those of all rows now."""
         self._before, self._copied = before, copied
+        self._begin = tables.begin.take(self.rows) if tables.limited else None
         self._marked = self._others = None
         if not tables.any_changed:
             return
@@ -105,8 +118,10 @@ class Step:
             return
         now = np.maximum(lengths[rows], 0)
         columns = tables.columns(now)
-        first = np.minimum(tables.changed[rows], columns)
-        self._others = Delta(self.serial, rows, now, first, tables.flat.take(tables.entries(rows, first, columns)))
+        begin = tables.begin[rows]
+        first = np.maximum(np.minimum(tables.changed[rows], columns), begin)
+        blocks = tables.flat.take(tables.entries(rows, first, columns))
+        self._others = Delta(self.serial, rows, now, begin, first, blocks)
         tables.changed[rows] = UNCHANGED
 
     @property
@@ -122,9 +137,10 @@ class Step:
         at = told.nonzero()[0]
         first, lengths = first[at], self.seq_lens[at].astype(np.int64)
         columns = -(-lengths // self.block_size)
-        first = np.minimum(first, columns)
+        begin = np.zeros_like(first) if self._begin is None else self._begin.take(at)
+        first = np.maximum(np.minimum(first, columns), begin)
         blocks = self.block_tables.reshape(-1).take(ranges(at * self.block_tables.shape[1] + first, columns - first))
-        mine = Delta(self.serial, self.rows[at], lengths, first, blocks)
+        mine = Delta(self.serial, self.rows[at], lengths, begin, first, blocks)
         return mine if self._others is None else mine.joined(self._others)
 
 
@@ -147,16 +163,18 @@ def write_slots(slots: Ints, blocks: Blocks, offset: int, size: int) -> None:
 class Delta:
     """Changes of rows: plain arrays, to be pickled and sent.
 
-    Row `rows[i]` now has `lengths[i]` tokens (0: none, or no request), and its columns from `first[i]` on are the next ids of `blocks`.
+    Row `rows[i]` now has `lengths[i]` tokens (0: none, or no request), no blocks in the columns before `begin[i]`, and its columns from
+    `first[i]` on are the next ids of `blocks`.
     """
 
     serial: int
     rows: Ints  # [n]
     lengths: Ints  # [n]
+    begin: Ints  # [n]
     first: Ints  # [n]
     blocks: Blocks  # [sum of columns of lengths[i], less first[i]]
 
     def joined(self, other: Delta) -> Delta:
         """The changes of both, which name different rows."""
-        arrays = ("rows", "lengths", "first", "blocks")
+        arrays = ("rows", "lengths", "begin", "first", "blocks")
         return Delta(self.serial, *(np.concatenate((getattr(self, name), getattr(other, name))) for name in arrays))

@@ -1,7 +1,7 @@
 """Block tables of one group of layers, and what changed in them since the last step.
 
 A table is a row of one `[rows, columns] int32` array, -1 where no block is mapped; rows and columns grow by half when they run out,
-so that no step pays for it.
+so that no step pays for it. Of a request's columns those from `begin` on are mapped: the others left the group's horizon.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from .block_pool import Ints
 from .free_queues import Blocks
+from .groups import Group
 
 UNCHANGED = np.iinfo(np.int32).max
 
@@ -20,11 +21,13 @@ UNCHANGED = np.iinfo(np.int32).max
 class BlockTables:
     """The tables of all requests. Methods trust their caller."""
 
-    def __init__(self, block_size: int, rows: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, rows: int, group: Group) -> None:
+        self.block_size, self.group = block_size, group
+        self.limited = group.limited
         self.tables = np.full((rows, 8), -1, np.int32)  # [rows, columns]
         self.flat = self.tables.reshape(-1)  # the same memory
         self.width = np.array(8)  # columns
+        self.begin: Ints = np.zeros(rows, np.int64)  # first mapped column
         self.changed = np.full(
             rows, UNCHANGED, np.int32
         )  # first column that may differ from what the last step reported
@@ -55,8 +58,8 @@ class BlockTables:
         self.flat[rows * self.tables.shape[1] + columns] = blocks
 
     def cut(self, rows: Ints, lengths: Ints, old: Ints) -> tuple[Blocks, Ints]:
-        """Unmap the columns between `lengths` and `old` tokens; returns their blocks, and how many of each row that has some."""
-        if len(rows) == 1:
+        """Unmap the columns between `lengths` and `old` tokens; returns their blocks, and how many of each row."""
+        if len(rows) == 1 and not self.limited:
             row, begin = int(rows[0]), -(-int(lengths[0]) // self.block_size)
             table = self.tables[row, begin : -(-int(old[0]) // self.block_size)]
             blocks = table.copy()
@@ -66,11 +69,12 @@ class BlockTables:
             return blocks, np.array([len(blocks)])
         first, stop = self.columns(lengths), self.columns(old)
         self.mark(rows, first)
+        if self.limited:
+            begins = self.begin.take(rows)
+            self.begin[rows] = np.minimum(begins, first)
+            first = np.maximum(first, begins)
         at = (first < stop).nonzero()[0]
-        if not len(at):
-            return np.zeros(0, np.int32), at
-        first, stop = first.take(at), stop.take(at)
-        entries = self.entries(rows.take(at), first, stop)
+        entries = self.entries(rows.take(at), first.take(at), stop.take(at))
         blocks = self.flat.take(entries)
         self.flat[entries] = -1
         return blocks, stop - first
@@ -117,6 +121,7 @@ class BlockTables:
         tables = np.full((count, width), -1, np.int32)
         tables[:old] = self.tables
         self.tables, self.flat = tables, tables.reshape(-1)
+        self.begin = extended(self.begin, count, 0)
         self.changed = extended(self.changed, count, UNCHANGED)
 
 

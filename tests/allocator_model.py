@@ -1,7 +1,7 @@
 """A plain, slow model of the block allocator: lists, dicts, one request and one block at a time.
 
 It follows the contract's words, not the arrays of `cupaged.allocator`. A call works on a copy of the state that replaces it at the end,
-so it happens whole or not at all.
+so it happens whole or not at all. A request has a table for each group of layers, with -1 where a block left the group's horizon.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from cupaged import BlockAllocator, OutOfBlocks, Step
+from cupaged import BlockAllocator, Group, OutOfBlocks, Step
 
 
 @dataclass
 class ModelStep:
-    """What a step must hold, as lists."""
+    """What a step must hold, as lists. Tables, slots and copies are those of each group."""
 
-    tables: list[list[int]] = field(default_factory=list)
+    tables: list[list[list[int]]] = field(default_factory=list)
+    slots: list[list[int]] = field(default_factory=list)
+    copies: list[list[tuple[int, int]]] = field(default_factory=list)
     seq_lens: list[int] = field(default_factory=list)
     query_start_loc: list[int] = field(default_factory=lambda: [0])
-    slots: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     num_cached: list[int] = field(default_factory=list)
@@ -39,22 +39,28 @@ class Model:
         watermark: float = 0.0,
         prefix_caching: bool = False,
         host_blocks: int = 0,
+        groups: Sequence[Group] = (Group(),),
     ) -> None:
         self.block_size = block_size
+        self.groups = groups
+        limits = [group.window or group.chunk for group in groups]
+        self.anchor = limits.index(None) if None in limits else 0  # whose chain the prefix cache follows
         self.num_blocks = num_blocks
         self.reserve = math.ceil(watermark * num_blocks)
         self.caching = prefix_caching
         self.plain = list(range(num_blocks))  # free, without identity, first in, first out
         self.idle = []  # free, with identity, least recently used first
         self.owners = [0] * num_blocks
-        self.tables: dict[Hashable, list[int]] = {}
+        self.tables: dict[Hashable, list[list[int]]] = {}
         self.lengths: dict[Hashable, int] = {}
         self.copies = 0
         # what is known: tokens of each block, identities by number, from the oldest to the newest
         self.known: dict[Hashable, int] = {}
         self.root_of: dict[Hashable, int] = {}
         self.tokens: list[list[int]] = [[] for _ in range(num_blocks)]
-        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}  # number -> (parent's number, tokens)
+        self.content: dict[
+            int, tuple[Any, tuple[int, ...]]
+        ] = {}  # number -> (parent's number, or group and anchor's number; tokens)
         self.holders: dict[int, list[int]] = {}  # number -> blocks, the canonical one first
         self.roots: dict[Hashable, int] = {}
         self.numbers = 0
@@ -117,11 +123,12 @@ class Model:
     def _first_step(
         self, name: Hashable, token_ids: list[int] | None, n: int, cached: int, copied: list[Any], before: int
     ) -> ModelStep:
-        step = ModelStep(copies=copied)
+        step = self._step()
+        step.copies[0] += copied
         new = n if token_ids is None else min(n, len(token_ids) - cached)
         self._grow(name, new, step)
+        self._finish(step, [name])
         step.num_cached = [cached]
-        step.tables.append(list(self.tables[name]))
         for source, _ in copied:
             self._drop([source])
         taken = before - len(self.free)
@@ -129,33 +136,46 @@ class Model:
             raise OutOfBlocks(taken, before)
         return step
 
+    def _step(self) -> ModelStep:
+        return ModelStep(*([[] for _ in self.groups] for _ in range(3)))
+
+    def _finish(self, step: ModelStep, names: Sequence[Hashable]) -> None:
+        for g, tables in enumerate(step.tables):
+            tables += [list(self.tables[name][g]) for name in names]
+        step.num_cached = [0] * len(names)
+
     def _attach(
         self, name: Hashable, token_ids: list[int] | None, key: Hashable, n: int, partly: bool
     ) -> tuple[int, list[Any]]:
         """Tokens found in the cache, and the copy of a partly equal block, whose source is held."""
         if token_ids is None or not self.caching or key not in self.roots:
             return 0, []
-        size, number, most = self.block_size, self.roots[key], len(token_ids) - 1
-        table = []
-        while (len(table) + 1) * size <= most:
-            words = tuple(token_ids[len(table) * size : (len(table) + 1) * size])
-            child = next((c for c, content in self.content.items() if content == (number, words)), None)
+        size, most = self.block_size, len(token_ids) - 1
+        chain = [self.roots[key]]
+        while len(chain) * size <= most:
+            words = tuple(token_ids[(len(chain) - 1) * size : len(chain) * size])
+            child = next((c for c, content in self.content.items() if content == (chain[-1], words)), None)
             if child is None:
                 break
-            table.append(self.holders[child][0])
-            number = child
-        cached = len(table) * size
-        self._hold(table)
-        self.tables[name], self.lengths[name] = list(table), cached
+            chain.append(child)
+        columns = len(chain) - 1
+        while any(self._served(g, chain[1:], columns) is None for g in range(len(self.groups))):
+            columns -= 1
+        cached = columns * size
+        for g in range(len(self.groups)):
+            self.tables[name][g] = self._served(g, chain[1:], columns)
+            self._hold(self.tables[name][g])
+        self.lengths[name] = self.known[name] = cached
+        if len(self.groups) > 1:
+            return cached, []
         rest = token_ids[cached : min(most, cached + size)]
         best, common = None, 0
         for child in reversed(self.content):
-            if self.content[child][0] == number:
+            if self.content[child][0] == chain[-1]:
                 same = [a == b for a, b in zip(self.content[child][1], rest, strict=False)]
                 length = same.index(False) if False in same else len(same)
                 if length > common:
                     best, common = child, length
-        self.known[name] = cached
         if best is None or not n or not partly:
             return cached, []
         source = self.holders[best][0]
@@ -163,20 +183,46 @@ class Model:
         fresh = self._take()
         self.copies += 1
         self.tokens[fresh] = self.tokens[source][:common]
-        self.tables[name].append(fresh)
+        self.tables[name][0].append(fresh)
         self.lengths[name] = self.known[name] = cached + common
         return cached + common, [(source, fresh)]
+
+    def _served(self, g: int, chain: list[int], columns: int) -> list[int] | None:
+        """The group's table when the first `columns` blocks of a chain are taken over, None when it lacks one that is still seen."""
+        table = []
+        for column, number in enumerate(chain[:columns]):
+            if (column + 1) * self.block_size <= self.horizon(g, columns * self.block_size):
+                table.append(-1)
+            elif g == self.anchor:
+                table.append(self.holders[number][0])
+            else:
+                beside = next((c for c, content in self.content.items() if content[0] == (g, number)), None)
+                if beside is None:
+                    return None
+                table.append(self.holders[beside][0])
+        return table
+
+    def horizon(self, g: int, position: int) -> int:
+        """The first token that a query at `position` sees."""
+        window, chunk = self.groups[g].window, self.groups[g].chunk
+        return next(
+            j for j in range(position + 1)
+            if (window is None or j > position - window) and (chunk is None or j // chunk == position // chunk)
+        )  # fmt: skip
 
     def grow_batch(self, names: Sequence[Hashable], counts: Sequence[int]) -> ModelStep:
         self._check(names)
         if any(n < 0 for n in counts):
             raise ValueError(counts)
-        step = ModelStep()
+        for name, n in zip(names, counts, strict=True):
+            for g, table in enumerate(self.tables[name] if n else []):
+                gone = self.horizon(g, self.lengths[name]) // self.block_size
+                self._drop(table[:gone])
+                table[:gone] = [-1] * gone
+        step = self._step()
         for name, n in zip(names, counts, strict=True):
             self._grow(name, n, step)
-        for name in names:
-            step.tables.append(list(self.tables[name]))
-        step.num_cached = [0] * len(names)
+        self._finish(step, names)
         return step
 
     def commit(self, names: Sequence[Hashable], token_ids: Sequence[Sequence[int]]) -> None:
@@ -185,8 +231,12 @@ class Model:
             if self.known[name] + len(tokens) > self.lengths[name]:
                 raise ValueError(tokens)
         if self.caching:
+            before = [self.known[name] for name in names]
             for name, tokens in zip(names, token_ids, strict=True):
-                self._commit(name, tokens)
+                self._learn(name, tokens)
+            for g in sorted(range(len(self.groups)), key=lambda g: g != self.anchor):
+                for name, known in zip(names, before, strict=True):
+                    self._adopt(name, g, known)
 
     def reset_prefix_cache(self) -> None:
         self.content, self.holders, self.roots = {}, {}, {}
@@ -211,8 +261,9 @@ class Model:
         old = [self._state(name) for name in names]
         for name, parent in zip(names, parents, strict=True):
             self._share(name, old[parent])
-        for table, *_ in old:
-            self._drop(table)
+        for tables, *_ in old:
+            for table in tables:
+                self._drop(table)
 
     def truncate_batch(self, names: Sequence[Hashable], lengths: Sequence[int]) -> None:
         self._check(names)
@@ -220,10 +271,15 @@ class Model:
             if not 0 <= length <= self.lengths[name]:
                 raise ValueError(length)
             columns = -(-length // self.block_size)
-            kept, dropped = self.tables[name][:columns], self.tables[name][columns:]
-            self.tables[name], self.lengths[name] = kept, length
+            for g, table in enumerate(self.tables[name]):
+                if -1 in table[self.horizon(g, length) // self.block_size : columns]:
+                    raise ValueError(length)
+            for table in self.tables[name]:
+                dropped = table[columns:]
+                del table[columns:]
+                self._drop(dropped)
+            self.lengths[name] = length
             self.known[name] = min(self.known[name], length)
-            self._drop(dropped)
 
     def free_batch(self, names: Sequence[Hashable]) -> None:
         self._check([name for name in names if name not in self.away])
@@ -231,56 +287,65 @@ class Model:
             raise ValueError(names)
         for name in names:
             if name in self.away:
-                self._drop_host(self.away.pop(name)[0])
+                self._drop_host(self._listed(self.away.pop(name)[0]))
             else:
-                self._drop(self.tables.pop(name))
+                for table in self.tables.pop(name):
+                    self._drop(table)
                 del self.lengths[name], self.known[name], self.root_of[name]
+
+    @staticmethod
+    def _listed(tables: list[list[int]]) -> list[int]:
+        """The blocks of a request, group after group."""
+        return [block for table in tables for block in table if block >= 0]
 
     def evict(self, names: Sequence[Hashable], hold: bool) -> ModelStep:
         self._check(names)
         step, place, first = self._still(names), {}, []
         for name in names:
-            first.append([block for block in self.tables[name] if block not in place])
-            for block in first[-1]:
-                if not self.host_free:
-                    raise OutOfBlocks(1, 0)
-                place[block] = self.host_free.pop(0)
-                self.host_tokens[place[block]] = list(self.tokens[block])
-                self.host_named[place[block]] = self.number(block) > 0
+            for table in self.tables[name]:
+                first.append([block for block in table if block >= 0 and block not in place])
+                for block in first[-1]:
+                    if not self.host_free:
+                        raise OutOfBlocks(1, 0)
+                    place[block] = self.host_free.pop(0)
+                    self.host_tokens[place[block]] = list(self.tokens[block])
+                    self.host_named[place[block]] = self.number(block) > 0
         step.swap_out = list(place.items())
         self.swapped_out += len(place)
         if hold:
             self.held[self.steps + 1] = False, first
             self._hold(list(place))
         for name in names:
-            table, *state = self._state(name)
-            self.away[name] = ([place[block] for block in table], *state)
-            for block in table:
+            tables, *state = self._state(name)
+            self.away[name] = ([[place.get(block, -1) for block in table] for table in tables], *state)
+            for block in self._listed(tables):
                 self.host_owners[place[block]] += 1
-            self._drop(table)
+            for table in tables:
+                self._drop(table)
             del self.tables[name], self.lengths[name], self.known[name], self.root_of[name]
         return step
 
     def restore(self, names: Sequence[Hashable], hold: bool) -> ModelStep:
         self._check(names, away=True)
-        step, place, hits = self._still(names), {}, []
+        step, place = self._still(names), {}
         for name in names:  # what is cached is shared
-            table, number = self.away[name][0], self.away[name][3]
-            hits.append(0)
-            for block in table:
+            tables, number = self.away[name][0], self.away[name][3]
+            for column, block in enumerate(tables[self.anchor]):
                 content = (number, tuple(self.host_tokens[block]))
                 number = next((n for n, c in self.content.items() if c == content), 0) if self.host_named[block] else 0
                 if not number:
                     break
                 place[block] = self.holders[number][0]
-                hits[-1] += 1
+                for g, table in enumerate(tables):
+                    beside = next((n for n, c in self.content.items() if c[0] == (g, number)), 0)
+                    if g != self.anchor and table[column] >= 0 and beside:
+                        place[table[column]] = self.holders[beside][0]
         for name in names:
-            self._hold([place[block] for block in self.away[name][0] if block in place])
+            self._hold([place[block] for block in self._listed(self.away[name][0]) if block in place])
         moved: dict[int, int] = {}
         first = []
-        for name in names:
-            table = self.away[name][0]
-            first.append([block for block in table if block not in place and block not in moved])
+        for table in (table for name in names for table in self.away[name][0]):
+            first.append([block for block in table if block >= 0 and block not in place and block not in moved])
             for block in first[-1]:
                 moved[block] = self._take()
                 self.owners[moved[block]] = 0
@@ -291,20 +356,23 @@ class Model:
         place |= moved
         step.swap_in = list(moved.items())
         self.swapped_in += len(moved)
-        for name, count in zip(names, hits, strict=True):
-            table, self.lengths[name], self.known[name], self.root_of[name] = self.away[name]
-            self.tables[name] = [place[block] for block in table]
-            for column in range(count, len(table)):
-                if not self.host_named[table[column]]:
-                    break
-                self._name(name, column, False)
+        for name in names:
+            tables, self.lengths[name], self.known[name], self.root_of[name] = self.away[name]
+            self.tables[name] = [[place.get(block, -1) for block in table] for table in tables]
+        for g in sorted(range(len(self.groups)), key=lambda g: g != self.anchor):
+            for name in names:
+                for column, block in enumerate(self.away[name][0][self.anchor]):
+                    if not self.host_named[block]:
+                        break
+                    self._name(name, g, column, False)
         if hold:
             self.held[self.steps + 1] = True, first
             for block in moved:
                 self.host_owners[block] += 1
-        for i, name in enumerate(names):
-            self._drop_host(self.away.pop(name)[0])
-            step.tables[i], step.seq_lens[i] = list(self.tables[name]), self.lengths[name]
+        for name in names:
+            self._drop_host(self._listed(self.away.pop(name)[0]))
+        step.tables = [[list(self.tables[name][g]) for name in names] for g in range(len(self.groups))]
+        step.seq_lens = [self.lengths[name] for name in names]
         return step
 
     def release_swapped(self, serial: int) -> None:
@@ -314,10 +382,15 @@ class Model:
         for table in tables:
             (self._drop_host if on_host else self._drop)(table)
 
-    @staticmethod
-    def _still(names: Sequence[Hashable]) -> ModelStep:
-        zeros = [0] * len(names)
-        return ModelStep([[] for _ in names], list(zeros), [0, *zeros], num_cached=list(zeros))
+    def _still(self, names: Sequence[Hashable]) -> ModelStep:
+        step = self._step()
+        step.tables = [[[] for _ in names] for _ in self.groups]
+        step.seq_lens, step.query_start_loc, step.num_cached = (
+            [0] * len(names),
+            [0] * (len(names) + 1),
+            [0] * len(names),
+        )
+        return step
 
     def _drop_host(self, table: list[int]) -> None:
         for block in table:
@@ -338,7 +411,8 @@ class Model:
             raise ValueError(names)
 
     def _start(self, name: Hashable) -> None:
-        self.tables[name], self.lengths[name], self.known[name], self.root_of[name] = [], 0, 0, 0
+        self.tables[name] = [[] for _ in self.groups]
+        self.lengths[name], self.known[name], self.root_of[name] = 0, 0, 0
 
     def number(self, block: int) -> int:
         """The number of a block's identity, 0 when it has none."""
@@ -358,21 +432,25 @@ class Model:
 
     def _hold(self, blocks: list[int]) -> None:
         for block in blocks:
-            self.owners[block] += 1
-            if block in self.idle:
-                self.idle.remove(block)
+            if block >= 0:
+                self.owners[block] += 1
+                if block in self.idle:
+                    self.idle.remove(block)
 
-    def _state(self, name: Hashable) -> tuple[list[int], int, int, int]:
-        return list(self.tables[name]), self.lengths[name], self.known[name], self.root_of[name]
+    def _state(self, name: Hashable) -> tuple[list[list[int]], int, int, int]:
+        return [list(table) for table in self.tables[name]], self.lengths[name], self.known[name], self.root_of[name]
 
-    def _share(self, name: Hashable, state: tuple[list[int], int, int, int]) -> None:
-        self._hold(state[0])
-        self.tables[name] = list(state[0])
+    def _share(self, name: Hashable, state: tuple[list[list[int]], int, int, int]) -> None:
+        self.tables[name] = [list(table) for table in state[0]]
+        for table in state[0]:
+            self._hold(table)
         _, self.lengths[name], self.known[name], self.root_of[name] = state
 
     def _drop(self, table: list[int]) -> None:
         gone = []
         for block in table:
+            if block < 0:
+                continue
             self.owners[block] -= 1
             if self.owners[block] == 0:
                 gone.append(block)
@@ -387,29 +465,29 @@ class Model:
                 del self.holders[number], self.content[number]
 
     def _grow(self, name: Hashable, n: int, step: ModelStep) -> None:
-        table, length = self.tables[name], self.lengths[name]
-        if n and length % self.block_size:
-            if self.owners[table[-1]] > 1:
-                fresh = self._take()
-                self.owners[table[-1]] -= 1
-                step.copies.append((table[-1], fresh))
-                self.copies += 1
-                self.tokens[fresh] = list(self.tokens[table[-1]])
-                table[-1] = fresh
-            self._forget(table[-1])
-            del self.tokens[table[-1]][length % self.block_size :]
-        for position in range(length, length + n):
-            if position % self.block_size == 0:
-                table.append(self._take())
-            step.slots.append(table[-1] * self.block_size + position % self.block_size)
+        length = self.lengths[name]
+        for g, table in enumerate(self.tables[name]):
+            if n and length % self.block_size:
+                if self.owners[table[-1]] > 1:
+                    fresh = self._take()
+                    self.owners[table[-1]] -= 1
+                    step.copies[g].append((table[-1], fresh))
+                    self.copies += 1
+                    self.tokens[fresh] = list(self.tokens[table[-1]])
+                    table[-1] = fresh
+                self._forget(table[-1])
+                del self.tokens[table[-1]][length % self.block_size :]
+            for position in range(length, length + n):
+                if position % self.block_size == 0:
+                    table.append(self._take())
+                step.slots[g].append(table[-1] * self.block_size + position % self.block_size)
         self.lengths[name] = length + n
         step.seq_lens.append(length + n)
         step.query_start_loc.append(step.query_start_loc[-1] + n)
 
-    def _commit(self, name: Hashable, tokens: Sequence[int]) -> None:
-        size, table = self.block_size, self.tables[name]
-        first = self.known[name]
-        for position, token in enumerate(tokens, first):
+    def _learn(self, name: Hashable, tokens: Sequence[int]) -> None:
+        size, table = self.block_size, self.tables[name][self.anchor]
+        for position, token in enumerate(tokens, self.known[name]):
             known = self.tokens[table[position // size]]
             if position % size < len(known):
                 if known[position % size] != token:
@@ -417,17 +495,25 @@ class Model:
             else:
                 known.append(token)
         self.known[name] += len(tokens)
-        settled = self.known[name] == self.lengths[name]
-        for column in range(first // size, self.known[name] // size):
-            self._name(name, column, settled)
 
-    def _name(self, name: Hashable, column: int, replace: bool) -> None:
+    def _adopt(self, name: Hashable, g: int, before: int) -> None:
+        """Give the blocks of group `g` that became full since `before` tokens were known their identities."""
+        size = self.block_size
+        settled = self.known[name] == self.lengths[name]
+        for column in range(before // size, self.known[name] // size):
+            self._name(name, g, column, settled)
+
+    def _name(self, name: Hashable, g: int, column: int, replace: bool) -> None:
         """Give a full block its identity, or, where `replace` allows it, the canonical block its place."""
-        table = self.tables[name]
+        table, anchors = self.tables[name][g], self.tables[name][self.anchor]
         block = table[column]
-        if not self.root_of[name] or self.number(block):
+        if not self.root_of[name] or block < 0 or self.number(block):
             return
-        content = (self.number(table[column - 1]) if column else self.root_of[name], tuple(self.tokens[block]))
+        if g == self.anchor:
+            parent: Any = self.number(table[column - 1]) if column else self.root_of[name]
+        else:
+            parent = g, self.number(anchors[column])
+        content = (parent, tuple(self.tokens[anchors[column]]))
         number = next((n for n, c in self.content.items() if c == content), None)
         if number is None:
             self.numbers += 1
@@ -444,8 +530,10 @@ class Model:
         used = sum(n > 0 for n in self.owners)
         slots = {
             table[position // self.block_size] * self.block_size + position % self.block_size
-            for name, table in self.tables.items()
+            for name, tables in self.tables.items()
+            for table in tables
             for position in range(self.lengths[name])
+            if table[position // self.block_size] >= 0
         }
         for on_host, held in self.held.values():
             slots |= {b * self.block_size + i for t in held for b in t for i in range(self.block_size) if not on_host}
@@ -475,7 +563,7 @@ def observe(alloc: BlockAllocator) -> dict[str, Any]:
     names = list(alloc.tables)
     stats = alloc.stats()
     return {
-        "tables": dict(alloc.tables),
+        "tables": {name: [alloc.group_tables(g)[name] for g in range(len(alloc.groups))] for name in names},
         "lengths": dict(alloc.lengths),
         "free": alloc.free,
         "num_free": alloc.num_free,
@@ -494,10 +582,10 @@ def assert_same(alloc: BlockAllocator, model: Model) -> None:
     """The allocator stands where the model stands, and its own check finds nothing."""
     alloc.check()
     seen = observe(alloc)
-    assert seen["tables"] == model.tables | {name: [] for name in model.away}
+    assert seen["tables"] == model.tables | {name: [[] for _ in model.groups] for name in model.away}
     assert seen["lengths"] == model.lengths | {name: state[1] for name, state in model.away.items()}
     assert seen["evicted"] == list(model.away)
-    assert seen["host_tables"] == [state[0] for state in model.away.values()]
+    assert seen["host_tables"] == [model._listed(state[0]) for state in model.away.values()]
     assert (seen["host_free"], seen["host_owners"]) == (model.host_free, model.host_owners)
     assert seen["free"] == model.free
     assert seen["num_free"] == len(model.free)
@@ -508,14 +596,20 @@ def assert_same(alloc: BlockAllocator, model: Model) -> None:
 
 def assert_step(step: Step, expected: ModelStep) -> None:
     """Every array of a step, padding included."""
-    width = max([1, *map(len, expected.tables)])
-    tables = [table + [-1] * (width - len(table)) for table in expected.tables]
+    for g in range(len(expected.tables)):
+        _assert_group(step.group(g), expected, g)
+
+
+def _assert_group(step: Step, expected: ModelStep, g: int) -> None:
+    width = max([1, *map(len, expected.tables[g])])
+    tables = [table + [-1] * (width - len(table)) for table in expected.tables[g]]
     np.testing.assert_array_equal(step.block_tables, np.array(tables, np.int32).reshape(-1, width))
     assert step.seq_lens.tolist() == expected.seq_lens
     assert step.query_start_loc.tolist() == expected.query_start_loc
-    assert step.slot_mapping.tolist() == expected.slots
-    for name in ("copies", "swap_out", "swap_in"):
-        assert [tuple(pair) for pair in getattr(step, name).tolist()] == getattr(expected, name)
+    assert step.slot_mapping.tolist() == expected.slots[g]
+    assert [tuple(pair) for pair in step.copies.tolist()] == expected.copies[g]
+    for name in ("swap_out", "swap_in"):
+        assert [tuple(pair) for pair in getattr(step, name).tolist()] == ([] if g else getattr(expected, name))
     assert step.num_cached.tolist() == expected.num_cached
     dtypes = {
         name: getattr(step, name).dtype.name
@@ -537,10 +631,11 @@ class ShadowPages:
         self.host = np.full((host_blocks, block_size), -1)
 
     def run(self, step: Step, written: Sequence[Sequence[int]]) -> None:
-        """Swaps, copies, then writes: `written[i]` are the new contents of sequence i."""
+        """Swaps, copies of all groups, then writes: `written[i]` are the new contents of sequence i, in group g as `of_group` says."""
+        groups = [step.group(g) for g in range(len(step.other_groups) + 1)]
         out, to_host = step.swap_out.T
         from_host, in_ = step.swap_in.T
-        sources, targets = step.copies.T
+        sources, targets = np.concatenate([group.copies for group in groups]).T
         assert not {*out.tolist(), *sources.tolist()} & {*in_.tolist(), *targets.tolist()}, (
             "a block is source and destination"
         )
@@ -552,8 +647,18 @@ class ShadowPages:
         self.slots[targets] = self.slots[sources]
         assert [len(part) for part in written] == np.diff(step.query_start_loc).tolist()
         contents = [content for part in written for content in part]
-        assert len(set(step.slot_mapping.tolist())) == len(contents), "two tokens of one step have one slot"
-        self.slots.reshape(-1)[step.slot_mapping] = contents
+        slots = np.concatenate([group.slot_mapping for group in groups])
+        assert len(set(slots.tolist())) == len(groups) * len(contents), "two tokens of one step have one slot"
+        for g, group in enumerate(groups):
+            self.slots.reshape(-1)[group.slot_mapping] = self.of_group(contents, g)
 
-    def read(self, table: Sequence[int], length: int) -> list[int]:
-        return self.slots[np.array(table, int)].reshape(-1)[:length].tolist()
+    @staticmethod
+    def of_group(contents: Sequence[int], g: int) -> list[int]:
+        return [content + g * 10**9 for content in contents]
+
+    def read(self, table: Sequence[int], first: int, length: int, on_host: bool = False) -> list[int]:
+        """Tokens `[first, length)`, whose blocks must be mapped."""
+        slots, size = self.host if on_host else self.slots, self.slots.shape[1]
+        columns = [table[position // size] for position in range(first, length)]
+        assert -1 not in columns, "a token that is still seen has no block"
+        return [int(slots[block, position % size]) for position, block in enumerate(columns, first)]

@@ -248,7 +248,10 @@ def cases(
     shared = {}
     for row in range(1, num_seqs):
         if draw(st.booleans()):
-            shared[row] = draw(st.integers(0, row - 1)), draw(st.integers(longest // block_size // 2, longest // block_size + 1))
+            shared[row] = (
+                draw(st.integers(0, row - 1)),
+                draw(st.integers(longest // block_size // 2, longest // block_size + 1)),
+            )
 
     def sometimes(strategy: st.SearchStrategy[Any]) -> Any:
         return draw(st.none() | strategy)

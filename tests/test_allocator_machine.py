@@ -20,10 +20,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from cupaged import BlockAllocator, Step, TableMirror, prefix_cache
+from cupaged import BlockAllocator, Group, Step, TableMirror, prefix_cache
 
 NAMES = [*"ABCDEFG", 7, ("tuple", 1)]
 KEYS = [None, "x", {"salt": "x"}, {"adapter": "x"}, {"adapter": "x", "salt": "y"}, 1, True]
+GROUPS = [
+    [Group()], [Group(window=3)], [Group(), Group(window=4)], [Group(chunk=4), Group(), Group(window=1)], [Group(), Group()],
+    [Group(window=5, chunk=3), Group(chunk=5), Group(), Group(window=2)],
+]  # fmt: skip
 some = st.lists(st.integers(0, 8), min_size=1, max_size=6)  # which of the requests, see `choose`
 fault = st.sampled_from([""] * 9 + ["twice", "unknown", "empty", "evicted"])
 counts = st.sampled_from([1] * 6 + [0, 2, 3, 4, 5, 6, 7] * 3 + [9, 13, 20, 40, -1, 10**30])
@@ -45,17 +49,30 @@ class AllocatorMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from([12] * 8 + [*range(4, 12)] * 2 + [0, 1, 2, 3]), block_size=st.sampled_from([2, 2, 3, 4, 1, 5]),
         watermark=st.sampled_from([0.0] * 6 + [0.1, 0.5]),
         caching=st.sampled_from([False, True, True]), same_hash=st.booleans(), host_blocks=st.integers(0, 12),
+        groups=st.sampled_from([0] * 5 + [*range(len(GROUPS))]),
     )  # fmt: skip
     def start(
-        self, num_blocks: int, block_size: int, watermark: float, caching: bool, same_hash: bool, host_blocks: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        watermark: float,
+        caching: bool,
+        same_hash: bool,
+        host_blocks: int,
+        groups: int,
     ) -> None:
+        self.groups = GROUPS[groups]
+        num_blocks *= len(self.groups)
+        host_blocks *= len(self.groups)
+        caching &= self.groups[0].window is None or len(self.groups) > 1
         self.patch = pytest.MonkeyPatch()
         if same_hash:
             self.patch.setattr(prefix_cache, "block_hashes", lambda words, columns: np.zeros(len(words), np.uint64))
+            self.patch.setattr(prefix_cache, "_root_hash", lambda root: np.zeros(np.shape(root), np.uint64))
         self.alloc = BlockAllocator(
-            num_blocks, block_size, watermark=watermark, prefix_caching=caching, host_blocks=host_blocks
+            num_blocks, block_size, self.groups, watermark=watermark, prefix_caching=caching, host_blocks=host_blocks
         )
-        self.model = Model(num_blocks, block_size, watermark, caching, host_blocks)
+        self.model = Model(num_blocks, block_size, watermark, caching, host_blocks, self.groups)
         self.pages = ShadowPages(num_blocks, block_size, host_blocks)
         self.held: list[
             tuple[Step, Any, Any, Any]
@@ -64,18 +81,18 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.keys: dict[Any, int] = {}
         self.numbers: dict[tuple[int, int], int] = {}  # (content of the prefix, token) -> content
         self.token_of: dict[int, int] = {}
-        self.mirror = TableMirror(block_size)
+        self.mirrors = [TableMirror(block_size) for _ in self.groups]
         self.serial = self.after = 0
         self.takes = 0
         self.bomb = False
         for pool in (self.alloc.pool, self.alloc.host_pool):
             pool.take = partial(self._take, pool.take)  # type: ignore[method-assign]
 
-    def _take(self, take: Callable[..., Any], count: int, reuse: Any = None) -> Any:
+    def _take(self, take: Callable[..., Any], *how: Any, **more: Any) -> Any:
         self.takes += 1
         if self.bomb:
             raise Bomb
-        return take(count, reuse)
+        return take(*how, **more)
 
     def chain(self, before: list[int], key: int, tokens: list[int]) -> list[int]:
         """What the slots of `tokens` hold after those of `before`."""
@@ -111,7 +128,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert (step.serial, step.after) == (self.serial + 1, self.after)
         assert step.rows.tolist() == self.alloc.rows(sequences).tolist()
         self.serial = step.serial
-        if len(step.copies) or len(step.swap_out) or len(step.swap_in):
+        if any(expected.copies) or expected.swap_out or expected.swap_in:
             self.after = step.serial
         written = []
         for i, (name, n) in enumerate(zip(sequences, np.diff(step.query_start_loc).tolist(), strict=True)):
@@ -121,16 +138,22 @@ class AllocatorMachine(RuleBasedStateMachine):
             written.append(self.chain(so_far, self.keys[name], tokens(name, n, cached)))
             so_far += written[-1]
         self.pages.run(step, written)
-        self.mirror.apply(pickle.loads(pickle.dumps(step.delta)))
         self.pages.slots[self.model.plain] = self.pages.host[self.model.host_free] = -9  # no one may count on these
-        for name in self.alloc.tables:
-            row = int(self.alloc.rows([name])[0])
-            if row < len(self.mirror.lengths):
-                table = self.alloc.tables[name]
-                assert self.mirror.lengths[row] == (0 if name in self.model.away else self.alloc.lengths[name])
-                assert self.mirror.tables[row].tolist() == table + [-1] * (self.mirror.tables.shape[1] - len(table))
-            else:
-                assert self.alloc.tables[name] == []
+        for g, mirror in enumerate(self.mirrors):
+            group = step.group(g)
+            for i, name in enumerate(sequences):  # what the step's first query sees
+                length = int(group.seq_lens[i])
+                first = self.model.horizon(g, length - len(written[i]) if written[i] else length)
+                seen = self.pages.read(group.block_tables[i].tolist(), first, length)
+                assert seen == self.pages.of_group(self.contents[name][first:length], g)
+            mirror.apply(pickle.loads(pickle.dumps(group.delta)))
+            for name, table in self.alloc.group_tables(g).items():
+                row = int(self.alloc.rows([name])[0])
+                if row < len(mirror.lengths):
+                    assert mirror.lengths[row] == (0 if name in self.model.away else self.alloc.lengths[name])
+                    assert mirror.tables[row].tolist() == table + [-1] * (mirror.tables.shape[1] - len(table))
+                else:
+                    assert table == []
 
     def keywords(self, sequences: list[Any], by_rows: bool) -> dict[str, Any]:
         if by_rows and sequences and all(name in self.alloc.tables for name in sequences):
@@ -251,7 +274,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         done, _ = self.both(lambda: self.alloc.grow_batch(**which, n=n), "grow_batch", sequences, n_each, tokens=tokens)
         self.bomb = False
         if done:
-            assert needed == free - self.alloc.num_free
+            assert needed == max(free - self.alloc.num_free, 0)
         elif needed is not None and not bomb:
             assert needed > free
         return done
@@ -365,7 +388,7 @@ class AllocatorMachine(RuleBasedStateMachine):
                 )  # fmt: skip
         done = done and self.move("restore", returning, False, False, False)
         if done:
-            assert needed == free - self.alloc.num_free
+            assert needed == max(free - self.alloc.num_free, 0)
         else:
             assert needed + self.model.reserve > free
         if needed + (self.model.reserve if new else 0) <= free:
@@ -390,10 +413,16 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def contents_are_right(self) -> None:
         if hasattr(self, "alloc"):
-            for name, table in self.model.tables.items():
-                assert self.pages.read(table, self.model.lengths[name]) == self.contents[name]
-            for name, (table, length, *_) in self.model.away.items():
-                assert self.pages.host[np.array(table, int)].reshape(-1)[:length].tolist() == self.contents[name]
+            for g in range(len(self.groups)):
+                for name, tables in self.model.tables.items():
+                    self.holds(name, g, tables[g], self.model.lengths[name], False)
+                for name, (tables, length, *_) in self.model.away.items():
+                    self.holds(name, g, tables[g], length, True)
+
+    def holds(self, name: Any, g: int, table: list[int], length: int, on_host: bool) -> None:
+        """What the next query sees is there."""
+        first = self.model.horizon(g, length)
+        assert self.pages.read(table, first, length, on_host) == self.pages.of_group(self.contents[name][first:], g)
 
     def teardown(self) -> None:
         if hasattr(self, "alloc"):
@@ -406,13 +435,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.alloc.host_pool.num_free == self.alloc.host_pool.num_blocks
 
 
-def walk(random: Random, steps: int, same_hash: bool) -> None:
+def walk(random: Random, steps: int, same_hash: bool, groups: int = 0) -> None:
     """A long history of calls that mostly succeed, so that prompts are found, blocks shared, copied, evicted and joined all the time."""
     machine = AllocatorMachine()
     machine.start(
         num_blocks=random.choice([12, 12, 10, 8, 6, 5, 4, 3]), block_size=random.choice([1, 2, 2, 2, 3, 4]),
         watermark=random.choice([0.0, 0.0, 0.1]), caching=random.random() < 0.9, same_hash=same_hash,
-        host_blocks=random.choice([12, 12, 12, random.randrange(12)]),
+        host_blocks=random.choice([12, 12, 12, random.randrange(12)]), groups=groups,
     )  # fmt: skip
     flip = lambda chance: random.random() < chance  # noqa: E731
     fault = lambda: random.choice(["twice", "unknown", "empty", "evicted"]) if flip(0.03) else ""  # noqa: E731
@@ -464,11 +493,17 @@ def test_long_walks_equal_the_model(same_hash: bool, seed: int) -> None:
         walk(Random(seed + i), 300, same_hash)
 
 
+@pytest.mark.parametrize("groups", range(1, len(GROUPS)))
+def test_long_walks_with_groups_equal_the_model(groups: int, seed: int) -> None:
+    for i in range(2):
+        walk(Random(seed + i), 250, bool(i), groups)
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("same_hash", [False, True])
 def test_a_million_calls_equal_the_model(same_hash: bool, seed: int) -> None:
     for i in range(500):
-        walk(Random(seed + i), 1000, same_hash)
+        walk(Random(seed + i), 1000, same_hash, i % len(GROUPS))
 
 
 @pytest.fixture

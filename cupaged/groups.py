@@ -1,0 +1,71 @@
+"""Groups of layers that look back equally far.
+
+Every group has block tables of its own over one pool of ids. A layer with a window or with chunks never looks at older tokens again, so
+its group gives their blocks back while the request runs; their entries become -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .block_pool import Ints, integer
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share block tables.
+
+    Args:
+        layers: their numbers in the model, for `KVCache`; a `BlockAllocator` has no use for them.
+        window: they see the last `window` tokens, the query's own included; None: all.
+        chunk: they see only tokens of the query's own `chunk`-sized span; None: all.
+
+    Raises ValueError or TypeError for a number below 1 or no integer.
+    """
+
+    layers: Sequence[int] = ()
+    window: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(integer(layer, "layers", 0) for layer in self.layers))
+        for name in ("window", "chunk"):
+            if getattr(self, name) is not None:
+                integer(getattr(self, name), name, 1)
+
+    @property
+    def limited(self) -> bool:
+        """Whether old tokens ever leave the horizon."""
+        return self.window is not None or self.chunk is not None
+
+    def horizon(self, positions: Ints) -> Ints:
+        """The first token that a query at each of `positions [n]` sees; later queries see none before it."""
+        first = np.zeros_like(positions)
+        if self.window is not None:
+            np.maximum(positions - (self.window - 1), 0, out=first)
+        if self.chunk is not None:
+            np.maximum(first, positions // self.chunk * self.chunk, out=first)
+        return first
+
+    def beyond(self, token: int) -> int:
+        """The shortest length whose next query sees nothing before `token`."""
+        lengths = [] if self.window is None else [token + self.window - 1]
+        if self.chunk is not None:
+            lengths.append(-(-token // self.chunk) * self.chunk)
+        return min(lengths)
+
+
+def checked(groups: Iterable[Group] | None) -> list[Group]:
+    """`groups` as a list, by default one of full attention; raises TypeError and ValueError."""
+    if groups is None:
+        return [Group()]
+    result = list(groups)
+    if not result:
+        raise ValueError("groups: expected at least one group, got none; leave it out for one of full attention")
+    for group in result:
+        if not isinstance(group, Group):
+            raise TypeError(f"groups: expected cupaged.Group objects, got {group!r}")
+    return result

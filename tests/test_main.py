@@ -135,18 +135,22 @@ def test_bad_options_end_with_code_2(tiny: str, capsys: pytest.CaptureFixture[st
     assert stopped.value.code == 2 and options[0] in capsys.readouterr().err
 
 
-def test_info_names_versions_backends_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_names_versions_system_backends_and_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPAGED_DEBUG", "1")
     assert main(["info", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["versions"]["cupaged"] == cupaged.__version__
     assert data["versions"]["numpy"] == np.__version__
     assert data["backends"]["reference"]["available"] is True
+    assert data["system"]["CUPAGED_DEBUG"] == "1" and int(data["system"]["cores"]) >= 1 and data["system"]["platform"]
     for name, backend in data["backends"].items():
         assert backend["available"] == bool(backend["devices"])
         assert backend["available"] or any(line.startswith(f"{name} backend: ") for line in data["missing"])
     assert main(["info"]) == 0
     lines = capsys.readouterr().out
-    assert all(f"{name} " in lines for name in (*data["versions"], *data["backends"]))
+    assert all(f"{name} " in lines for name in (*data["versions"], *data["system"], *data["backends"]))
     assert all(line in lines for line in data["missing"])
 
 

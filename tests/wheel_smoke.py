@@ -92,6 +92,8 @@ def run_commands(folder: Path) -> None:
     assert report["backends"]["cpu"]["available"]
     run(sys.executable, "-m", "cupaged", "simulate", "--help")
     run(sys.executable, "-m", "cupaged", "generate", "--help")
+    code = "from cupaged.bench import summary; assert summary.cases('control-plane', short=True)"
+    run(sys.executable, "-c", code)
     print("the commands answer")
 
 

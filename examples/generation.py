@@ -6,17 +6,17 @@ The allocator decides where keys and values go, the cache holds them, the model 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
+from decoding import Beams, Hypothesis, Logits, Samples
 from gguf_file import InputError
 from llama import Array, Llama
 
 from cupaged import BlockAllocator, KVCache, Step
-
-Logits = npt.NDArray[np.float32]
 
 
 @dataclass
@@ -43,15 +43,24 @@ class Engine:
     num_blocks: int
     block_size: int = 16
     prefill_chunk: int = 256  # most prompt tokens of one pass
+    prefix_caching: bool = False
+    watermark: float = 0.0
+    host_blocks: int = 0  # blocks of host memory for requests that are evicted
     usage: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
         c = self.model.config
-        self.alloc = BlockAllocator(self.num_blocks, self.block_size)
+        self.alloc = BlockAllocator(
+            self.num_blocks,
+            self.block_size,
+            prefix_caching=self.prefix_caching,
+            watermark=self.watermark,
+            host_blocks=self.host_blocks,
+        )
         device = "cpu" if self.model.xp is np else "cuda"
         sizes = (c.num_layers, self.num_blocks, self.block_size, c.num_kv_heads, c.head_dim)
         try:
-            self.cache = KVCache(*sizes, dtype="float32", device=device)
+            self.cache = KVCache(*sizes, dtype="float32", device=device, host_blocks=self.host_blocks)
         except ValueError as error:
             raise InputError(f"the cache cannot hold this model's keys and values: {error}") from None
 
@@ -64,8 +73,8 @@ class Engine:
         try:
             for at in range(0, len(prompt), self.prefill_chunk):
                 piece = prompt[at : at + self.prefill_chunk]
-                last = at + len(piece) == len(prompt)
-                logits = self.run(self.alloc.grow(request, len(piece)), piece, want_logits=last)
+                wanted = slice(None) if at + len(piece) == len(prompt) else slice(0)
+                logits = self.run(self.alloc.grow(request, len(piece)), piece, wanted)
         except MemoryError:
             self.alloc.free_request(request)
             raise
@@ -79,8 +88,10 @@ class Engine:
         self.usage.decode_times.append(time.perf_counter() - start)
         return logits
 
-    def run(self, step: Step, tokens: Sequence[int], *, want_logits: bool = True) -> Logits:
-        """Run the tokens of a step: logits `[num_seqs, vocab_size]` of each sequence's last one (no rows if not wanted)."""
+    def run(
+        self, step: Step, tokens: Sequence[int], wanted: slice | npt.NDArray[np.intp] | list[int] = slice(None)
+    ) -> Logits:
+        """Run the tokens of a step: logits `[wanted, vocab_size]` after the last token of each wanted sequence."""
         self._count(step)
         self.cache.begin(step)
 
@@ -88,7 +99,7 @@ class Engine:
             self.cache.write(layer, k, v, step)
             return self.cache.attend(layer, q, step)
 
-        rows = step.query_start_loc[1:] - 1 if want_logits else slice(0)
+        rows = (step.query_start_loc[1:] - 1)[wanted]
         logits = self.model.forward(np.asarray(tokens), positions(step), attend, rows)
         return np.asarray(logits if self.model.xp is np else self.model.xp.asnumpy(logits))
 
@@ -108,6 +119,41 @@ def positions(step: Step) -> npt.NDArray[np.int64]:
     return rows
 
 
+def inherit(
+    alloc: BlockAllocator, sequences: Sequence[Hashable], parents: Sequence[int], fresh: Iterable[Hashable]
+) -> list[Hashable]:
+    """Requests for the next step of a search: number i has the tokens of `sequences[parents[i]]`; those of no one are freed.
+
+    Takes no block: a first heir takes over its parent's blocks, further ones are forks. `fresh` gives ids for more of them.
+    """
+    if len(parents) == len(sequences):
+        alloc.reorder(sequences, parents)
+        return list(sequences)
+    heirs: dict[int, Hashable] = {}
+    new = iter(fresh)
+    result = [heirs.setdefault(p, sequences[p]) if p not in heirs else next(new) for p in parents]
+    forks = [(sequences[p], id) for p, id in zip(parents, result, strict=True) if id != sequences[p]]
+    alloc.fork_batch([parent for parent, _ in forks], [id for _, id in forks])
+    alloc.free_batch([id for i, id in enumerate(sequences) if i not in heirs])
+    return result
+
+
+def search(engine: Engine, prompt: Sequence[int], decoder: Samples | Beams) -> Iterator[None]:
+    """Run a search by itself, alone on the engine, pass after pass. Its blocks come back when it ends or is left."""
+    fresh = ((decoder, i) for i in count())
+    sequences: list[Hashable] = [next(fresh)]
+    logits = engine.prefill(sequences[0], prompt)[None]
+    try:
+        while True:
+            sequences = inherit(engine.alloc, sequences, decoder.advance(logits), fresh)
+            yield
+            if not sequences:
+                return
+            logits = engine.decode(sequences, [tokens[-1] for tokens in decoder.live])
+    finally:
+        engine.alloc.free_batch(sequences)
+
+
 def sample(
     engine: Engine,
     prompt: Sequence[int],
@@ -118,101 +164,25 @@ def sample(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> Iterator[list[tuple[int, int]]]:
-    """Continue a prompt n times, in parallel, sharing the prompt's blocks: after each pass the `(sequence, token)` that it added.
-
-    Temperature 0 takes the most likely token. A sequence ends with an eos token, which is not yielded, or after `max_tokens`.
-    """
-    rng = np.random.default_rng(seed)
-    requests = [("sample", i) for i in range(n)]
-    logits = np.repeat(engine.prefill(requests[0], prompt)[None], n, axis=0)
-    engine.alloc.fork_request(requests[0], requests[1:])
-    running = list(range(n))
+    """Continue a prompt n times, in parallel, sharing the prompt's blocks: after each pass the `(sequence, token)` that it added."""
+    samples = Samples(n, max_tokens, eos_ids, temperature, seed)
+    passes = search(engine, prompt, samples)
     try:
-        for position in range(max_tokens):
-            tokens = choose(logits, temperature, rng)
-            ended = [token in eos_ids for token in tokens]
-            engine.alloc.free_batch([requests[i] for i, end in zip(running, ended, strict=True) if end])
-            added = [(i, int(token)) for i, token, end in zip(running, tokens, ended, strict=True) if not end]
-            running = [i for i, _ in added]
-            if not running:
-                return
-            yield added
-            if position + 1 < max_tokens:
-                logits = engine.decode([requests[i] for i in running], [token for _, token in added])
+        for _ in passes:
+            if samples.added:
+                yield samples.added
     finally:
-        engine.alloc.free_batch([requests[i] for i in running])
-
-
-def choose(logits: Logits, temperature: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """One token of each row of `logits [n, vocab_size]`: the most likely one at temperature 0, else drawn by softmax(logits / t)."""
-    if temperature == 0:
-        return np.asarray(logits.argmax(axis=1))
-    scaled = logits.astype(np.float64) / temperature
-    mass = np.exp(scaled - scaled.max(axis=1, keepdims=True)).cumsum(axis=1)
-    return np.asarray((mass > rng.random((len(mass), 1)) * mass[:, -1:]).argmax(axis=1))
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """A continuation found by beam search, with its eos token if it has one."""
-
-    tokens: tuple[int, ...]
-    log_probability: float  # sum over the tokens
-
-    @property
-    def score(self) -> float:
-        """Mean log probability of a token: hypotheses of different lengths are ranked by it."""
-        return self.log_probability / len(self.tokens)
+        passes.close()
 
 
 def beam_search(
     engine: Engine, prompt: Sequence[int], *, width: int, max_tokens: int, eos_ids: Sequence[int]
 ) -> list[Hypothesis]:
-    """The best `width` continuations, best first.
-
-    Each pass extends every beam by every token and keeps the `width` best extensions by total log probability; extensions that end
-    in an eos token leave the beams as finished hypotheses. The search ends with `width` of them, or after `max_tokens`. Beams are
-    forks: a kept extension takes over its parent's blocks, and only a block that is written while shared is copied.
-    """
-    requests = [("beam", i) for i in range(width)]
-    logits = engine.prefill(requests[0], prompt)[None]
-    engine.alloc.fork_request(requests[0], requests[1:])
-    beams = [Hypothesis((), 0.0)]
-    finished: list[Hypothesis] = []
-    try:
-        for _ in range(max_tokens):
-            parents: list[int] = []
-            extended: list[Hypothesis] = []
-            for parent, hypothesis in extensions(beams, logits, width * (1 + len(eos_ids))):
-                if hypothesis.tokens[-1] in eos_ids:
-                    if len(parents) < width:  # a finished one has to beat the beams that go on
-                        finished.append(hypothesis)
-                elif len(parents) < width:
-                    parents.append(parent)
-                    extended.append(hypothesis)
-            beams = extended
-            if len(finished) >= width or len(beams[0].tokens) == max_tokens:
-                break
-            engine.alloc.reorder(requests, parents)
-            logits = engine.decode(requests, [beam.tokens[-1] for beam in beams])
-    finally:
-        engine.alloc.free_batch(requests)
-    return sorted(finished + beams, key=lambda hypothesis: -hypothesis.score)[:width]
-
-
-def extensions(beams: list[Hypothesis], logits: Logits, n: int) -> list[tuple[int, Hypothesis]]:
-    """The n most likely `(beam, beam extended by one token)`, best first; `logits [len(beams), vocab_size]`."""
-    scaled = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    totals = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
-    totals += np.array([[beam.log_probability] for beam in beams])
-    n = min(n, totals.size)
-    best = np.argpartition(-totals, n - 1, axis=None)[:n]
-    best = best[np.argsort(-totals.ravel()[best], kind="stable")]
-    parents, tokens = np.divmod(best, logits.shape[1])
-    return [
-        (int(p), Hypothesis((*beams[p].tokens, int(t)), float(totals[p, t])))
-        for p, t in zip(parents, tokens, strict=True)
-    ]
+    """The best `width` continuations, best first. Beams are forks: only a block that is written while shared is copied."""
+    beams = Beams(width, max_tokens, eos_ids)
+    for _ in search(engine, prompt, beams):
+        pass
+    return beams.hypotheses
 
 
 def check_prompt(prompt: Sequence[int], max_tokens: int, context_length: int) -> int:

@@ -13,15 +13,8 @@ pytest.importorskip("gguf", reason="the model tests need: pip install 'cupaged[m
 pytest.importorskip("tokenizers", reason="the model tests need: pip install 'cupaged[models]'")
 
 import tiny_llama
-from generation import (
-    Engine,
-    Hypothesis,
-    beam_search,
-    blocks_to_be_safe,
-    check_prompt,
-    choose,
-    sample,
-)
+from decoding import Hypothesis, choose
+from generation import Engine, beam_search, blocks_to_be_safe, check_prompt, sample
 from gguf_file import GGUFFile, InputError
 from hypothesis import given, settings
 from hypothesis import strategies as st

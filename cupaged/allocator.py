@@ -223,12 +223,12 @@ class BlockAllocator:
         new: Sequence[Mapping[str, Any]] = (),
         restore: Iterable[Hashable] = (),
     ) -> int:
-        """How many free blocks `grow_batch` of `ids` (or `rows`) by `n`, `add_request` of each of `new` and `restore` would use up,
-        in this order: exactly, whatever they share and find in the prefix cache. Each may be left out; nothing changes.
+        """How many free blocks a batch of calls would use up, exactly; changes nothing.
 
-        Blocks that leave a horizon are given back first and count less: the calls succeed when as many as this are free.
-
-        `new` are arguments of `add_request`, `[{"n": 5}, {"token_ids": [...], "extra_key": "x"}]`; the watermark is not counted.
+        The calls are `grow_batch` of `ids` (or `rows`) by `n`, `add_request` of each of `new`, and `restore(restore)`, in this order;
+        each may be left out. What they share, find in the prefix cache and drive out of it is counted, the watermark is not. Blocks
+        that leave a horizon are given back first and count less: the calls succeed when as many as this are free. `new` are
+        arguments of `add_request`: `[{"n": 5}, {"token_ids": [1, 2, 3], "extra_key": "x"}]`.
         """
         requests = self._requests
         selected = requests.select(() if ids is None and rows is None else ids, rows)

@@ -247,3 +247,66 @@ def test_a_thousand_requests_leave_and_come_back_in_a_few_array_operations() -> 
     np.testing.assert_array_equal(step.swap_out, np.repeat(np.arange(4000), 2).reshape(-1, 2))
     assert len(alloc.restore(ids[::-1]).swap_in) == 4000
     alloc.check()
+
+
+def cached(alloc: BlockAllocator, *contents: range) -> None:
+    """Requests came, were committed and left again: their full blocks can be found."""
+    for tokens in contents:
+        alloc.add_request("cached", token_ids=tokens)
+        alloc.commit(["cached"], [tokens])
+        alloc.free_request("cached")
+
+
+def takes(alloc: BlockAllocator, *new: dict[str, object], grow: str = "") -> int:
+    """What the calls take, which `blocks_needed` must have said."""
+    needed, free = alloc.blocks_needed([grow] if grow else [], 1, new=new), alloc.num_free
+    if grow:
+        alloc.grow(grow)
+    for i, arguments in enumerate(new):
+        alloc.add_request(i, **arguments)
+    assert free - alloc.num_free == needed
+    alloc.check()
+    return needed
+
+
+def test_a_batch_does_not_count_on_an_identity_that_its_growth_removes() -> None:
+    alloc = allocator(prefix_caching=True)
+    alloc.add_request("A", token_ids=range(8))
+    alloc.commit(["A"], [range(8)])
+    alloc.truncate("A", 6)
+    assert takes(alloc, {"token_ids": range(9)}, grow="A") == 2
+
+
+def test_a_batch_counts_on_a_source_of_a_copy_as_the_most_recently_used() -> None:
+    alloc = allocator(num_blocks=5, prefix_caching=True)
+    cached(alloc, range(8), range(50, 58))
+    new = {"token_ids": [0, 1, 2, 3, 4, 5, 99]}, {"n": 4}, {"token_ids": range(50, 59), "n": 1}
+    assert takes(alloc, *new) == 5
+
+
+def twins(num_blocks: int) -> BlockAllocator:
+    """A holds block 0, B a twin of it and one more block."""
+    alloc = allocator(num_blocks=num_blocks, prefix_caching=True)
+    alloc.add_request("A", token_ids=range(4))
+    alloc.add_request("B", token_ids=range(5))
+    alloc.commit(["A", "B"], [range(4), range(4)])
+    return alloc
+
+
+def test_a_batch_counts_on_the_twin_of_a_block_that_it_takes() -> None:
+    alloc = twins(4)
+    alloc.free_request("A")
+    cached(alloc, range(50, 54))
+    assert takes(alloc, {"n": 4}, {"token_ids": range(5)}) == 2
+
+
+def test_twins_come_back_as_twins_into_as_many_blocks_as_was_said() -> None:
+    alloc = twins(8)
+    alloc.commit(["B"], [[4]])
+    alloc.evict(["A", "B"])
+    alloc.add_request("other", 32)
+    alloc.free_request("other")
+    assert alloc.blocks_needed(restore=["A", "B"]) == 3
+    alloc.restore(["A", "B"])
+    assert (alloc.num_free, len(set(alloc.tables["A"] + alloc.tables["B"]))) == (5, 3)
+    alloc.check()

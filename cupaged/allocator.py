@@ -48,6 +48,10 @@ class BlockAllocator:
     their entries become -1. A prompt is found up to where every group can serve it, in whole blocks; the cache needs a group of full
     attention among several. `tables` and `physical_slot` speak of the first group unless told otherwise.
 
+    With `kernel_block_size`, a divisor of `block_size`, steps and their deltas speak of the smaller blocks that kernels and the
+    `KVCache` use: block b is their blocks `b * m` to `b * m + m - 1`, with m = block_size / kernel_block_size. Everything else
+    (`tables`, `free`, stats) speaks of the allocator's blocks.
+
     Errors, with nothing changed: OutOfBlocks (a MemoryError) when blocks run out, KeyError for an unknown id or a new one in use,
     ValueError for a request named twice in one call, for an evicted one, and for counts and lengths out of range, TypeError for
     wrong types.
@@ -59,6 +63,7 @@ class BlockAllocator:
         block_size: int,
         groups: Iterable[Group] | None = None,
         *,
+        kernel_block_size: int | None = None,
         prefix_caching: bool = False,
         watermark: float = 0.0,
         record_events: bool = False,
@@ -70,6 +75,13 @@ class BlockAllocator:
             raise ValueError(f"watermark: expected a share of the pool from 0.0 to 1.0, got {watermark}")
         self.watermark = watermark
         self._reserve = math.ceil(watermark * self.num_blocks)
+        self.kernel_block_size = self.block_size
+        if kernel_block_size is not None:
+            self.kernel_block_size = integer(kernel_block_size, "kernel_block_size", 1)
+            if self.block_size % self.kernel_block_size:
+                raise ValueError(
+                    f"kernel_block_size: expected a divisor of block_size = {self.block_size}, got {kernel_block_size}"
+                )
         self.groups = checked(groups)
         self._requests = Rows(self.block_size, self.groups)
         self._cache = PrefixCache(self.pool, self.block_size, record_events) if prefix_caching else None
@@ -77,7 +89,8 @@ class BlockAllocator:
         if self._cache and (len(self.groups) > 1 or self.groups[0].limited):
             self._companions = Companions(self._cache, self.groups)
             self._cache.companions = True
-        self._growth = Growth(self._requests, self.pool, self._cache, self._companions)
+        per = self.block_size // self.kernel_block_size
+        self._growth = Growth(self._requests, self.pool, self._cache, self._companions, per)
         host_blocks = integer(host_blocks, "host_blocks", 0)
         self._preemption = Preemption(
             self._requests, self.pool, self._cache, self._companions, self._growth, host_blocks

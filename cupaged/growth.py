@@ -56,17 +56,17 @@ class Attachment:
 
 
 class Growth:
-    """Extends rows of `requests` with blocks of `pool`, and numbers the steps.
+    """Extends rows of `requests` with blocks of `pool`, and numbers the steps, which speak of kernel blocks: `per` of them make a block.
 
     A batch first gives back what leaves the horizon of its groups, row after row and in a row group after group; then each row takes
     its blocks, group after group, in a group the block for a copy before those for growth.
     """
 
     def __init__(
-        self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, companions: Companions | None
+        self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, companions: Companions | None, per: int
     ) -> None:
         self._requests, self._pool, self._cache, self._companions = requests, pool, cache, companions
-        self._groups = requests.groups
+        self._groups, self._per = requests.groups, per
         self._limited = any(tables.limited for tables in requests.groups)
         self._no_copying = [_NO_COPYING] * len(self._groups)
         self.block_size = requests.block_size
@@ -328,7 +328,9 @@ class Growth:
             step.block_size, step.num_blocks = self.block_size, self._pool.num_blocks
             step.sharing = self._pool.sharing and not tables.limited  # a table with holes has no beginning to share
             step.serial, step.after = self.serial, self.after
-            step.keep_changes(tables, self._requests.lengths, lengths, copied)
+            step.keep_changes(tables, self._requests.lengths, lengths, copied, self._per)
+            if self._per > 1:
+                step.to_kernel_blocks(self._per)
         if any(len(step.copies) for step in steps):
             self.after = self.serial
         steps[0].other_groups = tuple(steps[1:])

@@ -2,10 +2,14 @@
 
 The pool is page-major, `[num_blocks, num_layers, 2, ...one layer's block...]`: a block of all its layers is one contiguous piece,
 so a copy-on-write copy moves one piece, and a layer is a strided view. `order="layer"` is `[num_layers, 2, num_blocks, ...]`.
+
+With groups of layers a block belongs to one of them and holds its layers only, the i-th in place i; every block has as many places as
+the largest group has layers, so that any group may use any block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +20,7 @@ from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
 from .attention import attend_pages, backend_of, write_pages
 from .block_pool import integer
 from .checks import check_device, check_rows
+from .groups import Group, checked
 from .plan import Plan, host_int32
 from .steps import Step
 
@@ -30,6 +35,7 @@ class KVCache:
         device: "cpu", "cuda" (the current device), or "auto": "cuda" when CuPy is installed and finds a device.
         order: "page" or "layer", which of blocks and layers varies slowest in memory.
         host_blocks: blocks of host memory (pinned, when the device is "cuda") for `BlockAllocator.evict`.
+        groups: the same `cupaged.Group` objects as the allocator's, which name each layer once; None: one group of all layers.
 
     Memory is taken at the first write, that of the host at the first swap. Steps run in the order they were made: `begin`, then
     for each layer `write` and `attend`.
@@ -47,6 +53,7 @@ class KVCache:
         device: str = "auto",
         order: str = "page",
         host_blocks: int = 0,
+        groups: Iterable[Group] | None = None,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -72,6 +79,17 @@ class KVCache:
         self.host_blocks = integer(host_blocks, "host_blocks", 0)
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.groups = [Group(range(num_layers))] if groups is None else checked(groups)
+        self._own_groups = groups is not None
+        named = sorted(layer for group in self.groups for layer in group.layers)
+        if named != list(range(num_layers)):
+            raise ValueError(
+                f"groups: expected layers 0 to {num_layers - 1} (num_layers), each in one group, got {named}; give Group(layers=...)"
+            )
+        self._places = {
+            layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)
+        }  # of each layer: its group, and its place in a block
+        self.layers_per_block = max(len(group.layers) for group in self.groups)
         self.dtype, self.layout, self.order = dtype, layout, order
         self.kv_dtype = dtype if dtype in FP8_DTYPES else None
         self._itemsize = numpy_dtype(dtype).itemsize
@@ -86,28 +104,29 @@ class KVCache:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: K and V of `block_size` slots in every layer."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim * self._itemsize
+        """Bytes of one block: K and V of `block_size` slots in every layer of the largest group."""
+        return 2 * self.layers_per_block * self.num_kv_heads * self.block_size * self.head_dim * self._itemsize
 
     @cached_property
     def pool(self) -> Array:
-        """All pages with the block id as axis 0: `[num_blocks, num_layers, 2, ...]`, strided when `order` is "layer"."""
+        """All pages with the block id as axis 0: `[num_blocks, layers_per_block, 2, ...]`, strided when `order` is "layer"."""
         heads, slots = self.num_kv_heads, self.block_size
         block = (heads, slots, self.head_dim) if self.layout == "HND" else (slots, heads, self.head_dim)
         dtype = np.dtype(np.uint8) if self.kv_dtype else numpy_dtype(self.dtype)
         if self.order == "page":
-            return self._xp.empty((self.num_blocks, self.num_layers, 2, *block), dtype)
-        return self._xp.moveaxis(self._xp.empty((self.num_layers, 2, self.num_blocks, *block), dtype), 2, 0)
+            return self._xp.empty((self.num_blocks, self.layers_per_block, 2, *block), dtype)
+        return self._xp.moveaxis(self._xp.empty((self.layers_per_block, 2, self.num_blocks, *block), dtype), 2, 0)
 
     @cached_property
     def host_pool(self) -> Array:
-        """Pages of evicted requests, `[host_blocks, num_layers, 2, ...]`: host memory that the device reaches."""
+        """Pages of evicted requests, `[host_blocks, layers_per_block, 2, ...]`: host memory that the device reaches."""
         pages: Array = backend_of(self.pool).host_pages((self.host_blocks, *self.pool.shape[1:]), self.pool.dtype)
         return pages
 
     @cached_property
     def _views(self) -> list[tuple[Array, Array]]:
-        return [(self.pool[:, layer, 0], self.pool[:, layer, 1]) for layer in range(self.num_layers)]
+        places = [self._places[layer][1] for layer in range(self.num_layers)]
+        return [(self.pool[:, place, 0], self.pool[:, place, 1]) for place in places]
 
     @cached_property
     def _pages(self) -> list[tuple[Array, Array, str]]:
@@ -140,6 +159,12 @@ class KVCache:
                 f"step: its allocator has {step.num_blocks} blocks of {step.block_size} tokens, the cache {self.num_blocks} of "
                 f"{self.block_size}; make both with the same sizes"
             )
+        kinds = [(step.group(g).kind.window, step.group(g).kind.chunk) for g in range(len(step.other_groups) + 1)]
+        if kinds != [(group.window, group.chunk) for group in self.groups]:
+            raise ValueError(
+                f"step: its allocator has groups with (window, chunk) {kinds}, the cache {[(g.window, g.chunk) for g in self.groups]}; "
+                "give both the same groups"
+            )
         if step.serial < self._begun:
             raise RuntimeError(f"step: number {step.serial} comes after number {self._begun} began; run steps in order")
         if step.after > self._copied:
@@ -149,8 +174,11 @@ class KVCache:
             )
         if len(step.swap_out) or len(step.swap_in):
             self._swap(step)
-        if len(step.copies):
-            backend_of(self.pool).copy_blocks(self.pool, step.copies)
+        copies = step.copies
+        if step.other_groups:
+            copies = np.concatenate([step.copies, *(other.copies for other in step.other_groups)])
+        if len(copies):
+            backend_of(self.pool).copy_blocks(self.pool, copies)
             self._copied = step.serial
         self._begun = step.serial
 
@@ -169,8 +197,8 @@ class KVCache:
         self, layer: int, k: Array, v: Array, step: Step, *, k_scale: float | Array = 1.0, v_scale: float | Array = 1.0
     ) -> None:
         """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
-        slots: Array = self._plan(step).write_slots
         pages = self._pages_of(layer)
+        slots: Array = self._plan(step.group(self._places[layer][0])).write_slots
         k, v = as_array(k, "k"), as_array(v, "v")
         check_rows(k, "k", "[num_tokens, num_kv_heads, head_dim]")
         check_device(k, "k", pages[0])
@@ -180,9 +208,20 @@ class KVCache:
         write_pages(k, v, pages, slots, k_scale=k_scale, v_scale=v_scale)
 
     def attend(self, layer: int, q: Array, step: Step, **how: Any) -> Any:
-        """Attention of this step's queries `[num_tokens, num_heads, head_dim]`; keyword arguments as in `paged_attention`."""
-        plan = self._plan(step)
+        """Attention of this step's queries `[num_tokens, num_heads, head_dim]`; keyword arguments as in `paged_attention`.
+
+        With groups `window` and `chunk` are those of the layer's group; raises ValueError for others.
+        """
         pages = self._pages_of(layer)
+        g = self._places[layer][0]
+        plan = self._plan(step.group(g))
+        if self._own_groups:
+            for name in ("window", "chunk"):
+                own = getattr(self.groups[g], name)
+                if how.setdefault(name, own) != own:
+                    raise ValueError(
+                        f"{name}: expected {own}, that of group {g} with layer {layer}, got {how[name]}; leave it out"
+                    )
         q = as_array(q, "q")
         check_rows(q, "q", "[num_tokens, num_heads, head_dim]")
         check_device(q, "q", pages[0])
@@ -207,10 +246,11 @@ class KVCache:
             )
         return plan
 
-    def gather(self, layer: int, table_row: Array, seq_len: int) -> tuple[Array, Array]:
-        """Contiguous `(k, v)` of one sequence, `[seq_len, num_kv_heads, head_dim]`: for export and debugging.
+    def gather(self, layer: int, table_row: Array, seq_len: int, start: int = 0) -> tuple[Array, Array]:
+        """Contiguous `(k, v)` of one sequence, `[seq_len - start, num_kv_heads, head_dim]`: for export and debugging.
 
-        `table_row [max_blocks]` is a row of a block table. fp8 pages come as uint8 codes.
+        `table_row [max_blocks]` is a row of a block table of the layer's group; the tokens before `start` are left out, as those must
+        be that left a window. fp8 pages come as uint8 codes.
         """
         columns = -(-seq_len // self.block_size)
         table = host_int32(table_row, "table_row", 1)[:columns]
@@ -218,23 +258,37 @@ class KVCache:
             raise ValueError(
                 f"seq_len: expected 0 to {len(table) * self.block_size}, what table_row holds, got {seq_len}"
             )
+        if not 0 <= start <= seq_len:
+            raise ValueError(f"start: expected 0 to seq_len = {seq_len}, got {start}")
+        first = start // self.block_size
+        table = table[first:]
         if ((table < 0) | (table >= self.num_blocks)).any():
-            raise ValueError(f"table_row: expected block ids from 0 to {self.num_blocks - 1}, got {table.tolist()}")
+            raise ValueError(
+                f"table_row: expected block ids from 0 to {self.num_blocks - 1}, got {table.tolist()}; blocks that left a window are -1, "
+                "give start the first token that is still there"
+            )
         k, v = self.layer(layer)
-        return self._contiguous(k[table], seq_len), self._contiguous(v[table], seq_len)
+        here = slice(start - first * self.block_size, seq_len - first * self.block_size)
+        return self._contiguous(k[table], here), self._contiguous(v[table], here)
 
-    def _contiguous(self, blocks: Array, seq_len: int) -> Array:
+    def _contiguous(self, blocks: Array, here: slice) -> Array:
         tokens = blocks.swapaxes(1, 2) if self.layout == "HND" else blocks
-        return self._xp.ascontiguousarray(tokens.reshape(-1, self.num_kv_heads, self.head_dim)[:seq_len])
+        return self._xp.ascontiguousarray(tokens.reshape(-1, self.num_kv_heads, self.head_dim)[here])
 
 
 def blocks_for(
-    num_bytes: int, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str = "float16"
+    num_bytes: int,
+    *,
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str = "float16",
+    groups: Iterable[Group] | None = None,
 ) -> int:
     """How many blocks of a `KVCache` with these sizes fit into `num_bytes`."""
-    return int(
-        num_bytes // KVCache(num_layers, 1, block_size, num_kv_heads, head_dim, dtype, device="cpu").bytes_per_block
-    )
+    cache = KVCache(num_layers, 1, block_size, num_kv_heads, head_dim, dtype, device="cpu", groups=groups)
+    return int(num_bytes // cache.bytes_per_block)
 
 
 def _array_module(device: str) -> Any:

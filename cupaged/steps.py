@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from .block_pool import Ints
 from .free_queues import Blocks
+from .groups import Group
 from .shared_prefix import NOTHING, SharedPrefix, find_shared_prefix
 from .tables import UNCHANGED, BlockTables, ranges
 
@@ -34,7 +35,8 @@ class Step:
         packed: `int32`, the piece that holds tables, slots, lengths and query starts, so that a device copy is one transfer.
         serial: 1, 2, 3 ... in the order in which the allocator made its steps, which is the order to execute them in.
         after: serial of the newest earlier step that had copies or swaps, 0 when there is none.
-        block_size, num_blocks: of the allocator.
+        block_size, num_blocks: of the allocator; in kernel blocks, as all of the step's block ids, when it has those.
+        kind: window and chunk of the tables' group of layers.
         sharing: whether any block had more than one reference.
         device: where whoever executes the step may keep what belongs to it.
 
@@ -43,9 +45,9 @@ class Step:
     """
 
     __slots__ = (
-        "_before", "_begin", "_copied", "_marked", "_others", "_shared_prefix", "after", "block_size", "block_tables", "copies", "device",
-        "num_blocks", "num_cached", "other_groups", "packed", "query_start_loc", "rows", "seq_lens", "serial", "sharing", "slot_mapping",
-        "swap_in", "swap_out",
+        "_before", "_begin", "_copied", "_marked", "_others", "_per", "_shared_prefix", "after", "block_size", "block_tables",
+        "copies", "device", "kind", "num_blocks", "num_cached", "other_groups", "packed", "query_start_loc", "rows", "seq_lens",
+        "serial", "sharing", "slot_mapping", "swap_in", "swap_out",
     )  # fmt: skip
 
     block_tables: Blocks
@@ -62,6 +64,7 @@ class Step:
     after: int
     block_size: int
     num_blocks: int
+    kind: Group
     sharing: bool
     device: dict[object, Any]
     other_groups: tuple[Step, ...]  # steps of the groups after the first
@@ -75,14 +78,9 @@ class Step:
         """Take the tables of `rows` and leave room for the rest; the allocator fills it in."""
         n = len(rows)
         slots = n * columns + (n * columns & 1)  # int64 values start at an even place
-        lens = slots + 2 * num_tokens
-        size = lens + 2 * n + 1
-        packed = tables.snapshot(rows, columns, size - n * columns)[:size]
-        self.packed = packed
-        self.block_tables = packed[: n * columns].reshape(n, columns)
-        self.slot_mapping = packed[slots:lens].view(np.int64)
-        self.seq_lens = packed[lens : lens + n]
-        self.query_start_loc = packed[lens + n :]
+        size = slots + 2 * num_tokens + 2 * n + 1
+        self._lay_out(tables.snapshot(rows, columns, size - n * columns)[:size], n, columns, num_tokens)
+        self.kind, self._per = tables.group, 1
         self.rows = rows.copy()
         self.swap_out = self.swap_in = self.copies = NO_PAIRS
         self.other_groups = ()
@@ -97,14 +95,46 @@ class Step:
             self._shared_prefix = find_shared_prefix(*where, self.block_size) if self.sharing else NOTHING
         return self._shared_prefix
 
+    def _lay_out(self, packed: Int32s, n: int, columns: int, num_tokens: int) -> None:
+        slots = n * columns + (n * columns & 1)
+        lens = slots + 2 * num_tokens
+        self.packed = packed
+        self.block_tables = packed[: n * columns].reshape(n, columns)
+        self.slot_mapping = packed[slots:lens].view(np.int64)
+        self.seq_lens = packed[lens : lens + n]
+        self.query_start_loc = packed[lens + n :]
+
+    def to_kernel_blocks(self, per: int) -> None:
+        """Speak of kernel blocks, `per` of which make a block: block b is b * per, b * per + 1 ... Slots stay what they are."""
+        size = self.block_size // per
+        n, num_tokens, columns = (
+            len(self.rows),
+            len(self.slot_mapping),
+            max(-(-int(self.seq_lens.max(initial=0)) // size), 1),
+        )
+        parts = np.arange(per, dtype=np.int32)
+        tables = np.where(
+            self.block_tables[:, :, None] < 0, np.int32(-1), self.block_tables[:, :, None] * np.int32(per) + parts
+        )
+        before = self.slot_mapping, self.seq_lens, self.query_start_loc
+        packed = np.zeros(n * columns + (n * columns & 1) + 2 * num_tokens + 2 * n + 1, np.int32)
+        self._lay_out(packed, n, columns, num_tokens)
+        self.block_tables[:] = tables.reshape(n, -1)[:, :columns]
+        self.slot_mapping[:], self.seq_lens[:], self.query_start_loc[:] = before
+        for name in ("swap_out", "swap_in", "copies"):
+            pairs = getattr(self, name)[:, None] * np.int32(per) + parts[:, None]
+            setattr(self, name, pairs.reshape(-1, 2).astype(np.int32))
+        self.block_size, self.num_blocks, self._per = size, self.num_blocks * per, per
+
     def group(self, g: int) -> Step:
         """The step of group `g`. Raises IndexError for a group that is not there."""
         if not 0 <= g <= len(self.other_groups):
             raise IndexError(f"g: expected 0 to {len(self.other_groups)}, got {g}")
         return self.other_groups[g - 1] if g else self
 
-    def keep_changes(self, tables: BlockTables, lengths: Ints, before: Ints, copied: Ints) -> None:
-        """Note what `delta` will tell, and clear the marks: `before` are the lengths before the step, `lengths` those of all rows now."""
+    def keep_changes(self, tables: BlockTables, lengths: Ints, before: Ints, copied: Ints, per: int) -> None:
+        """Note what `delta` will tell, and clear the marks: `before` are the lengths before the step, `lengths` those of all rows now,
+        `per` kernel blocks make a block."""
         self._before, self._copied = before, copied
         self._begin = tables.begin.take(self.rows) if tables.limited else None
         self._marked = self._others = None
@@ -117,10 +147,10 @@ class Step:
         if not len(rows):
             return
         now = np.maximum(lengths[rows], 0)
-        columns = tables.columns(now)
-        begin = tables.begin[rows]
-        first = np.maximum(np.minimum(tables.changed[rows], columns), begin)
-        blocks = tables.flat.take(tables.entries(rows, first, columns))
+        columns = -(-now // (tables.block_size // per))
+        begin = np.minimum(tables.begin[rows] * per, columns)
+        first = np.maximum(np.minimum(tables.changed[rows] * np.int64(per), columns), begin)
+        blocks = tables.kernel_blocks(rows, first, columns, per)
         self._others = Delta(self.serial, rows, now, begin, first, blocks)
         tables.changed[rows] = UNCHANGED
 
@@ -128,16 +158,16 @@ class Step:
     def delta(self) -> Delta:
         """What changed in all tables since the step before this one, for a `TableMirror`."""
         first = -(-self._before // self.block_size)
-        first[self._copied] -= 1
+        first[self._copied] = self._before.take(self._copied) // (self.block_size * self._per) * self._per
         if self._marked is not None:
-            np.minimum(first, self._marked, out=first)
+            np.minimum(first, self._marked * np.int64(self._per), out=first)
         told = self.seq_lens != self._before
         if self._marked is not None:
             told |= self._marked != UNCHANGED
         at = told.nonzero()[0]
         first, lengths = first[at], self.seq_lens[at].astype(np.int64)
         columns = -(-lengths // self.block_size)
-        begin = np.zeros_like(first) if self._begin is None else self._begin.take(at)
+        begin = np.zeros_like(first) if self._begin is None else self._begin.take(at) * self._per
         first = np.maximum(np.minimum(first, columns), begin)
         blocks = self.block_tables.reshape(-1).take(ranges(at * self.block_tables.shape[1] + first, columns - first))
         mine = Delta(self.serial, self.rows[at], lengths, begin, first, blocks)

@@ -83,6 +83,11 @@ class BlockTables:
         """Indices into `flat` of columns `[first[i], stop[i])` of `rows[i]`, row after row."""
         return ranges(rows * self.tables.shape[1] + first, stop - first)
 
+    def kernel_blocks(self, rows: Ints, first: Ints, stop: Ints, per: int) -> Blocks:
+        """Kernel blocks in kernel columns `[first[i], stop[i])` of `rows[i]`, row after row; `per` of them make a block."""
+        at = ranges(rows * (self.tables.shape[1] * per) + first, stop - first)
+        return (self.flat.take(at // per) * per + at % per).astype(np.int32)
+
     def snapshot(self, rows: Ints, columns: int, extra: int) -> Blocks:
         """The first `columns` columns of `rows`, row after row, then room for `extra` more values: one contiguous piece.
 

@@ -28,7 +28,7 @@ fuzz: $(call env,test)  ## long random searches
 	$(PY) -m pytest -m fuzz
 
 bench: $(call env,bench)  ## benchmarks that this machine can run; CUPAGED_VLLM_PYTHON names a python with vLLM as peer
-	$(PY) -m pytest bench -q --benchmark-disable-gc --benchmark-columns=mean
+	$(PY) -m pytest bench -q --benchmark-disable-gc --benchmark-quiet
 
 bench-compare: $(call env,bench)  ## report what became slower by more than 30% than the saved run
 	$(PY) -m bench.compare

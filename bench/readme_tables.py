@@ -70,6 +70,32 @@ def cpu_attention() -> str:
     return _with_conditions(content, markdown(head, lines))
 
 
+def machine_code() -> str:
+    """What the decode kernels issue and keep in flight, counted in their machine code."""
+    content, rows = load(latest("kernel-compile"))
+    lines = []
+    for row in rows:
+        if row.limit is None:
+            continue
+        m = row.more
+        issue = ", ".join(f"{chip} {part:.0%}" for chip, part in m["part_of_issue"].items())
+        lines.append(
+            [row.work.removesuffix(", issued"), f"{row.ours:.1f}", figure(row.limit), issue, f"{m['in_flight'] / 1024:.0f} KiB",
+             f"{m['in_flight_goal'] / 1024:.0f}", str(m["registers"]), str(m["spills"])]
+        )  # fmt: skip
+    head = [
+        "kernel",
+        "instructions for 512 bytes",
+        "goal",
+        "of the issue slots",
+        "in flight",
+        "goal",
+        "registers",
+        "spills",
+    ]
+    return _with_conditions(content, markdown(head, lines))
+
+
 def memory(name: str = "sharegpt") -> str:
     """The memory study: a policy a line."""
     study = json.loads((FOLDER / f"{name}.json").read_text())
@@ -123,8 +149,13 @@ def _with_conditions(content: dict, table: str) -> str:
 
 
 TABLES = {
-    "control-plane": control_plane, "cpu-attention": cpu_attention, "memory": memory, "demo": verbatim("demo"), "test": verbatim("test"),
-}  # fmt: skip
+    "control-plane": control_plane,
+    "cpu-attention": cpu_attention,
+    "machine-code": machine_code,
+    "memory": memory,
+    "demo": verbatim("demo"),
+    "test": verbatim("test"),
+}
 
 
 def rendered(text: str) -> str:

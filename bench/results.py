@@ -47,7 +47,7 @@ class Row:
 
 def table(rows: Iterable[Row]) -> str:
     """The summary table: every group's rows under one head."""
-    lines, group = [f"{'work':52} {'ours':>10} {'peer':>10} {'ratio':>7} {'limit':>10} {'of it':>6}  unit"], ""
+    lines, group = [f"{'work':62} {'ours':>10} {'peer':>10} {'ratio':>7} {'limit':>10} {'of it':>6}  unit"], ""
     for row in rows:
         if row.group != group:
             group = row.group
@@ -55,7 +55,7 @@ def table(rows: Iterable[Row]) -> str:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}x" if row.ratio < 10 else f"{row.ratio:.0f}x"
         of_limit = "" if row.of_limit is None else f"{row.of_limit:.0%}"
         lines.append(
-            f"  {row.work:50} {_figure(row.ours):>10} {_figure(row.peer):>10} {ratio:>7} {_figure(row.limit):>10} {of_limit:>6}  {row.unit}"
+            f"  {row.work:60} {_figure(row.ours):>10} {_figure(row.peer):>10} {ratio:>7} {_figure(row.limit):>10} {of_limit:>6}  {row.unit}"
         )
     return "\n".join(lines)
 

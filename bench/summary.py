@@ -127,12 +127,14 @@ def _compile(short: bool) -> Iterator[Case]:
     from cupaged.kernel_config import attention_kernels
     from cupaged.kernels import Specialisation, compile_cubin
 
-    from .machine_code import audit, device, goal
+    from .machine_code import CHIPS, IN_FLIGHT_GOAL, audit, device, goal
 
     types = [("float16", "float16"), ("float16", "fp8_e4m3"), ("float32", "float32")]
     for arch in (90,) if short else (80, 90, 100):
         for dtype, kv_dtype in types[:1] if short else types:
-            for config in attention_kernels(device(arch), 128, dtype, kv_dtype, 4, 4, 64):
+            # the decode of 32 query heads on 8 KV heads, and a prefill where there are tensor cores for it
+            few, many = (attention_kernels(device(arch), 128, dtype, kv_dtype, 4, 4, rows)[-1] for rows in (4, 256))
+            for config in (few, many) if dtype != "float32" else (few,):
                 name = f"{config.kernel}, {dtype} on {kv_dtype} pages, dim 128, sm_{arch}"
 
                 def compiled(config: Any = config, arch: int = arch, name: str = name) -> Row:
@@ -148,14 +150,12 @@ def _compile(short: bool) -> Iterator[Case]:
                 def issued(
                     config: Any = config, arch: int = arch, name: str = name, most: int = goal(dtype, kv_dtype)
                 ) -> Row:
-                    return Row(
-                        "kernel-compile",
-                        f"{name}, issued",
-                        audit(arch, config).per_512,
-                        "instructions/512 B",
-                        None,
-                        most,
-                    )
+                    a = audit(arch, config)
+                    more = {
+                        "registers": a.registers, "spills": a.spills, "warps": a.warps, "in_flight": a.in_flight,
+                        "in_flight_goal": IN_FLIGHT_GOAL[arch], "part_of_issue": {c.name: a.issue(c) for c in CHIPS[arch]},
+                    }  # fmt: skip
+                    return Row("kernel-compile", f"{name}, issued", a.per_512, "instructions/512 B", None, most, more)
 
                 yield Case("kernel-compile", f"{name}, issued", issued)
 

@@ -12,7 +12,7 @@ endif
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test fuzz bench bench-compare docs gpu-check lint format typecheck wheel wheel-check clean
+.PHONY: help demo serve test fuzz bench bench-compare docs gpu-check lint format typecheck wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -20,6 +20,9 @@ help:  ## this list
 
 demo: $(call env,demo)  ## a real model generates text from a paged KV cache
 	$(PY) examples/demo.py
+
+serve: $(call env,demo)  ## requests that come over time, in one batch that changes at every step
+	$(PY) examples/serve.py
 
 test: $(call env,test)  ## the whole test suite
 	$(PY) -m pytest

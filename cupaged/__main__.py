@@ -1,4 +1,4 @@
-"""The command line: `python -m cupaged info | generate | simulate | bench`."""
+"""The command line: `python -m cupaged info | generate | serve | simulate | bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import __version__, info, simulate
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns 0, or 2 after one line on stderr for input that cannot be used."""
-    generate = _example("generate")
+    generate, serve = _example("generate"), _example("serve")
     parser = argparse.ArgumentParser(
         prog="cupaged", description="Paged KV cache and paged attention for NumPy and CuPy."
     )
@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     info_parser = commands.add_parser("info", help="what is installed, which backends run, what is missing")
     info_parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     generate.add_arguments(commands.add_parser("generate", help="text from a Llama model on the paged cache"))
+    serve.add_arguments(commands.add_parser("serve", help="requests that come over time, in one batch that changes"))
     simulate.add_arguments(
         commands.add_parser("simulate", help="replay a request trace under several ways to manage memory")
     )
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         return int(_bench().run(short=True))
     if args.command == "simulate":
         return simulate.run(args)
+    if args.command == "serve":
+        return int(serve.main(args))
     if args.command == "info":
         info.print_report(args.json)
         return 0

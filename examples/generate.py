@@ -21,20 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("prompt", help="what to say to the model")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--beam", type=_at_least_one, metavar="N", help="beam search of width N")
-    how.add_argument("--n", type=_at_least_one, default=1, metavar="N", help="N continuations, sampled in parallel")
+    how.add_argument("--beam", type=at_least_one, metavar="N", help="beam search of width N")
+    how.add_argument("--n", type=at_least_one, default=1, metavar="N", help="N continuations, sampled in parallel")
     parser.add_argument(
-        "--max-tokens", type=_at_least_one, default=128, metavar="N", help="stop after N tokens (default 128)"
+        "--max-tokens", type=at_least_one, default=128, metavar="N", help="stop after N tokens (default 128)"
     )
     parser.add_argument(
-        "--temperature", type=_not_negative, metavar="T",
+        "--temperature", type=not_negative, metavar="T",
         help="0 takes the most likely token, higher values vary more (default 0, or 0.8 when --n is above 1)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default: a new one every time)")
     parser.add_argument(
-        "--block-size", type=_at_least_one, default=16, metavar="N", help="token slots of a block (default 16)"
+        "--block-size", type=at_least_one, default=16, metavar="N", help="token slots of a block (default 16)"
     )
-    parser.add_argument("--num-blocks", type=_at_least_one, metavar="N", help="blocks in the pool (default: enough)")
+    parser.add_argument("--num-blocks", type=at_least_one, metavar="N", help="blocks in the pool (default: enough)")
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto", help="where to run (default auto)")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="a Llama in GGUF (default: the model package)")
 
@@ -127,14 +127,16 @@ def array_module(device: str) -> Any:
     return np
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """An option that counts something."""
     n = int(text)
     if n < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
     return n
 
 
-def _not_negative(text: str) -> float:
+def not_negative(text: str) -> float:
+    """An option that is a finite number of at least 0."""
     x = float(text)
     if not 0 <= x < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")

@@ -58,11 +58,16 @@ class Tokenizer:
         ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a prompt as the user's turn of the chat template, or as plain text where the file has no template."""
+    def encode_prompt(self, prompt: str, system: str | None = None) -> list[int]:
+        """Token ids of a prompt as the user's turn of the chat template, after a system prompt if there is one.
+
+        Where the file has no template, plain text.
+        """
         if self.template is None:
-            return ([self.bos] if self._add_bos and self.bos is not None else []) + self.encode(prompt)
-        return self.encode(self._render([{"role": "user", "content": prompt}]))
+            text = prompt if system is None else f"{system}\n\n{prompt}"
+            return ([self.bos] if self._add_bos and self.bos is not None else []) + self.encode(text)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return self.encode(self._render([*messages, {"role": "user", "content": prompt}]))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of token ids, without control tokens; bytes that are not UTF-8 become U+FFFD."""

@@ -18,7 +18,7 @@ SECTIONS = ("Args:", "Returns:", "Raises:", "Attributes:", "Yields:")
 
 # Names in the order in which a reader needs them; a test asserts that none of `cupaged.__all__` is missing.
 CHAPTERS: dict[str, list[str]] = {
-    "Control plane": ["BlockAllocator", "Step", "BlockPool", "OutOfBlocks", "TableMirror"],
+    "Control plane": ["BlockAllocator", "Group", "Step", "BlockPool", "OutOfBlocks", "TableMirror"],
     "Data plane": ["KVCache", "blocks_for"],
     "Arrays of your own": ["write_kv", "paged_attention", "plan", "Plan", "merge_states", "warmup"],
     "Modules": ["classic", "reference"],

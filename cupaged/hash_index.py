@@ -22,6 +22,7 @@ Ints = npt.NDArray[np.int64]
 Homes = tuple[Ints, npt.NDArray[np.uint32]]
 
 _ROOM = 8  # entries of a bucket
+_FEW = 8  # so many are dealt with one by one sooner than at once
 _FULL = np.array(255, np.uint8)
 _SPREAD = np.array(0x9E3779B97F4A7C15, np.uint64)  # 2**64 over the golden ratio
 _HALF = np.array(32, np.uint64)
@@ -40,8 +41,9 @@ class HashIndex:
         self.hashes = hashes
         self._num_buckets = len(hashes) // 3 + 2
         self._modulus = np.array(self._num_buckets, np.uint64)
-        self._tags = np.zeros((self._num_buckets, _ROOM), np.uint32)
-        self._table = np.full(self._num_buckets * _ROOM, -1, np.int32)  # the entries, bucket by bucket
+        self._nowhere = self._num_buckets * _ROOM  # a place that no one reads
+        self._tags = np.zeros((self._num_buckets + 1, _ROOM), np.uint32)
+        self._table = np.full(self._nowhere + 1, -1, np.int32)  # the entries, bucket by bucket
         self._used = np.zeros(self._num_buckets, np.uint8)  # a bit for each place that has an entry
         self._passed = np.zeros(self._num_buckets, np.bool_)  # whether an entry that belongs here may be further on
         self._num_passed = 0  # as many at most
@@ -69,12 +71,23 @@ class HashIndex:
             if not self._num_passed:
                 return found
             further = self._passed.take(buckets).nonzero()[0]
-            missed = found.take(further if asking is None else asking.take(further)) < 0
-            further = further[missed]
-            if not len(further):
-                return found
+            further = further[found.take(further if asking is None else asking.take(further)) < 0]
             asking = further if asking is None else asking.take(further)
             buckets, tags = self._next(buckets.take(further)), tags.take(further)
+            if len(further) <= _FEW:
+                for i, bucket, tag in zip(asking.tolist(), buckets.tolist(), tags.tolist(), strict=True):
+                    found[i] = self._find_from(bucket, tag)
+                return found
+
+    def _find_from(self, bucket: int, tag: int) -> int:
+        """`find` for one hash, from a bucket on."""
+        while True:
+            there = self._tags[bucket].tolist()
+            if tag in there:
+                return int(self._table[bucket * _ROOM + there.index(tag)])
+            if not self._passed[bucket]:
+                return -1
+            bucket = (bucket + 1) % self._num_buckets
 
     def find_leading(self, homes: Homes) -> Ints:
         """`find`, but what comes after the first one that is not there may be -1 without a look."""
@@ -109,25 +122,39 @@ class HashIndex:
             self._rebuild()
         self.count += len(blocks)
         buckets, tags = homes[0].copy(), homes[1]
-        while len(blocks):
+        while len(blocks) > _FEW:
             used = self._used.take(buckets)
-            full = used == _FULL
-            if np.count_nonzero(full):
-                over = full.nonzero()[0]
-                passed = buckets.take(over)
-                self._num_passed += len(over) - int(np.count_nonzero(self._passed.take(passed)))  # or fewer
-                self._passed[passed] = True
-                buckets[over] = self._next(passed)
-                continue
+            full = (used == _FULL).nonzero()[0]
             places = buckets * _EIGHT
             places += _FIRST_FREE.take(used)
+            if len(full):
+                places[full] = self._nowhere
             # of several that want one place the last one gets it, with its tag
             self._table[places] = blocks.astype(np.int32)  # converted while it is assigned it takes longer
             self._tags.reshape(-1)[places] = tags
             self._place[blocks] = places.astype(np.int32)
             self._used[buckets] = _FILLED.take(used)
+            if len(full):
+                self._table[self._nowhere] = -1
+                buckets[full] = self._pass(buckets.take(full))
             lost = (self._table.take(places) != blocks).nonzero()[0]
             blocks, buckets, tags = blocks.take(lost), buckets.take(lost), tags.take(lost)
+        for block, bucket, tag in zip(blocks.tolist(), buckets.tolist(), tags.tolist(), strict=True):
+            self._insert_from(bucket, block, tag)
+
+    def _insert_from(self, bucket: int, block: int, tag: int) -> None:
+        """`insert` for one block, in this bucket or the next one with room."""
+        while (used := int(self._used[bucket])) == _FULL:
+            bucket = int(self._pass(np.array([bucket]))[0])
+        place = bucket * _ROOM + int(_FIRST_FREE[used])
+        self._table[place], self._tags[bucket, place % _ROOM], self._place[block] = block, tag, place
+        self._used[bucket] = _FILLED[used]
+
+    def _pass(self, buckets: Ints) -> Ints:
+        """The buckets after these, which are full: what belongs here will be further on."""
+        self._num_passed += len(buckets) - int(np.count_nonzero(self._passed.take(buckets)))  # or fewer
+        self._passed[buckets] = True
+        return self._next(buckets)
 
     def remove(self, blocks: npt.NDArray[Any]) -> None:
         """Take out `blocks [n]`, all of them entries."""

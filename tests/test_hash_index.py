@@ -1,0 +1,48 @@
+"""The hash index against a plain dictionary: nothing that is there is missed, whatever came and went before."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from cupaged import hash_index
+from cupaged.hash_index import HashIndex
+
+
+@pytest.mark.parametrize("few", [0, 8])  # at once, and one by one
+@pytest.mark.parametrize("num_hashes", [1, 7, 10**9])
+def test_entries_are_found_until_they_are_removed(num_hashes: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_index, "_FEW", few)
+    random = Random(num_hashes + few)
+    for num_blocks in (1, 2, 5, 40, 300):
+        index, entries = HashIndex(np.zeros(num_blocks, np.uint64)), set[int]()
+        for _ in range(60):
+            fresh = sorted(set(range(num_blocks)) - entries)
+            fresh = random.sample(fresh, random.randint(0, len(fresh)))
+            blocks = np.array(fresh, np.int64)
+            index.hashes[blocks] = [random.randrange(num_hashes) for _ in fresh]
+            index.insert(blocks, index.homes(index.hashes[blocks]))
+            entries |= set(fresh)
+            assert sorted(index.entries().tolist()) == sorted(entries) and index.count == len(entries)
+
+            asked = np.array([random.randrange(num_hashes) for _ in range(20)] + index.hashes.tolist(), np.uint64)
+            there = {int(index.hashes[block]) for block in entries}
+            for find in (index.find, index.find_leading):
+                found = find(index.homes(asked))
+                first_miss = next((i for i, hash_ in enumerate(asked.tolist()) if hash_ not in there), len(asked))
+                for i, (hash_, block) in enumerate(zip(asked.tolist(), found.tolist(), strict=True)):
+                    if find == index.find or i < first_miss:
+                        assert block in entries if hash_ in there else block == -1
+                        assert hash_ not in there or int(index.hashes[block]) == hash_
+            for hash_ in sorted(there)[:5]:
+                same = [block for block in entries if int(index.hashes[block]) == hash_]
+                assert sorted(index.find_all(np.uint64(hash_))) == sorted(same)
+
+            gone = random.sample(sorted(entries), random.randint(0, len(entries)))
+            index.remove(np.array(gone, np.int64))
+            entries -= set(gone)
+            if random.random() < 0.05:
+                index.clear()
+                entries.clear()

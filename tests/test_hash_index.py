@@ -18,7 +18,7 @@ def test_entries_are_found_until_they_are_removed(num_hashes: int, few: int, mon
     random = Random(num_hashes + few)
     for num_blocks in (1, 2, 5, 40, 300):
         index, entries = HashIndex(np.zeros(num_blocks, np.uint64)), set[int]()
-        for _ in range(60):
+        for _ in range(25):
             fresh = sorted(set(range(num_blocks)) - entries)
             fresh = random.sample(fresh, random.randint(0, len(fresh)))
             blocks = np.array(fresh, np.int64)

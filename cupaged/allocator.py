@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_pool import BlockPool, Ints, integer, integers, require
-from .commit import adopt, check_tokens, commit_decoded, learn
+from .commit import adopt, check_tokens, commit_decoded, commit_run, learn
 from .companions import Companions
 from .errors import OutOfBlocks
 from .groups import Group, checked
@@ -283,12 +283,10 @@ class BlockAllocator:
         requests = self._requests
         selected = requests.select(ids, rows)
         known, lengths = requests.known.take(selected), requests.lengths.take(selected)
-        if (
-            self._cache
-            and not self._companions
-            and commit_decoded(requests, self.pool, self._cache, selected, known, lengths, token_ids)
-        ):
-            return
+        if self._cache and not self._companions:
+            arguments = requests, self.pool, self._cache, selected, known, lengths, token_ids
+            if commit_decoded(*arguments) or commit_run(*arguments):
+                return
         counts, tokens = _split(token_ids, lengths - known)
         ends = known + counts
         if np.count_nonzero(ends > lengths):

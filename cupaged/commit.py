@@ -45,6 +45,29 @@ def commit_decoded(
     return True
 
 
+def commit_run(
+    requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, known: Ints, lengths: Ints, tokens: object
+) -> bool:
+    """Commit as after a prompt: all tokens of one request that are open, in blocks that know nothing of them yet.
+
+    False, with nothing done, when this is not so, or `tokens` are not a flat int32 array of as many.
+    """
+    if len(rows) != 1 or not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+        return False
+    row, begin, end, size = int(rows[0]), int(known[0]), int(lengths[0]), requests.block_size
+    table, first = requests.groups[0].tables[row], begin // size
+    blocks = table[first : -(-end // size)].astype(np.int64)
+    if len(tokens) != end - begin or begin == end or not tokens.flags.c_contiguous:
+        return False
+    if not cache.learn_run(blocks, begin - first * size, tokens):
+        return False
+    requests.known[row] = end
+    root, blocks = int(requests.root[row]), blocks[: end // size - first]
+    if len(blocks) and root and not cache.identify_new(blocks, first, int(table[first - 1]) if first else -1, root):
+        _adopt_chain(requests, pool, cache, 0, rows, np.array([first]), np.array([end // size]), True)
+    return True
+
+
 def learn(
     tables: BlockTables, cache: PrefixCache, rows: Ints, known: Ints, counts: Ints, tokens: Tokens
 ) -> tuple[int, int] | None:

@@ -218,7 +218,7 @@ class Growth:
 
         cache.filled[blocks] = 0
         for tables, step, hits, fresh in zip(
-            self._groups, steps, found.hits, np.split(blocks, len(self._groups)), strict=True
+            self._groups, steps, found.hits, blocks.reshape(len(self._groups), -1), strict=True
         ):
             begin = found.columns - len(hits)
             table = np.concatenate((hits, fresh)).astype(np.int32)
@@ -324,7 +324,9 @@ class Growth:
         """Make one step of the groups' steps, the next one; returns that of the first group."""
         self.serial += 1
         for tables, step, (copied, _) in zip(self._groups, steps, copying, strict=True):
-            step.num_cached = np.full(len(lengths), cached, np.int32)
+            step.num_cached = np.zeros(len(lengths), np.int32)
+            if cached:
+                step.num_cached.fill(cached)
             step.block_size, step.num_blocks = self.block_size, self._pool.num_blocks
             step.sharing = self._pool.sharing and not tables.limited  # a table with holes has no beginning to share
             step.serial, step.after = self.serial, self.after

@@ -79,6 +79,10 @@ class HashIndex:
                     found[i] = self._find_from(bucket, tag)
                 return found
 
+    def find_one(self, homes: Homes) -> int:
+        """`find` for the first of `homes`."""
+        return self._find_from(int(homes[0][0]), int(homes[1][0]))
+
     def _find_from(self, bucket: int, tag: int) -> int:
         """`find` for one hash, from a bucket on."""
         while True:

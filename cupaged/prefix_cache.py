@@ -106,6 +106,7 @@ class PrefixCache:
         if gone is not None:
             remaining = self._remaining(np.array(children, np.int64), gone)
             children = remaining[remaining >= 0][:_SIBLINGS].tolist()
+        children = [child for child in children if self.tokens[child, 0] == rest[0]]
         if not children:
             return blocks, -1, 0
         common = common_lengths(self.tokens.take(children, 0)[:, : len(rest)], rest)
@@ -299,6 +300,24 @@ class PrefixCache:
         over = _shifted(canonical, starts, over).take(fresh)
         self._store(blocks.take(fresh), serials, parents, hashes.take(fresh), homes, over)
         return canonical
+
+    def identify_new(self, blocks: Ints, column: int, above: int, root: int) -> bool:
+        """`identify` for one run from `column` on, after block `above` (-1: `root`), when its first block has no equal in the cache.
+
+        No identity can follow a number that was not there before, so that then the whole run is new. False, with nothing done, else.
+        """
+        if self._twins or np.count_nonzero(self.serial.take(blocks)):
+            return False
+        hashes = np.add.accumulate(block_hashes(self.tokens.take(blocks, 0), np.arange(column, column + len(blocks))))
+        hashes += self._index.hashes[above] if above >= 0 else _root_hash(root)
+        homes = self._index.homes(hashes)
+        if self._index.find_one(homes) >= 0:
+            return False
+        serials = self._numbers(len(blocks)) + np.arange(len(blocks))
+        parents = np.empty_like(serials)
+        parents[0], parents[1:] = self.serial[above] if above >= 0 else root, serials[:-1]
+        self._store(blocks, serials, parents, hashes, homes, np.array([above]))
+        return True
 
     def _identify_singly(self, blocks: Ints, columns: Ints, starts: Ints, above: Ints, roots: Ints) -> Ints:
         """`identify` block by block, for batches with equal contents or equal hashes among themselves."""

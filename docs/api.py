@@ -24,6 +24,8 @@ CHAPTERS: dict[str, list[str]] = {
     "Modules": ["classic", "reference"],
 }
 
+MADE_ELSEWHERE = {"Step", "Plan", "OutOfBlocks"}  # nobody calls these classes but the package
+
 
 def page() -> str:
     """The whole file."""
@@ -52,13 +54,12 @@ def entry(name: str, thing: Any) -> Iterator[str]:
                 yield signature(f"{name}.{member}", function)
                 yield markdown(function.__doc__)
         return
-    plain_init = not inspect.isclass(thing) or thing.__init__ is not object.__init__
-    if plain_init and not (inspect.isclass(thing) and issubclass(thing, BaseException)):
+    if name not in MADE_ELSEWHERE:
         yield signature(name, thing)
     yield markdown(thing.__doc__)
     if not inspect.isclass(thing):
         return
-    if "__init__" in vars(thing) and thing.__init__.__doc__:
+    if name not in MADE_ELSEWHERE and "__init__" in vars(thing) and thing.__init__.__doc__:
         yield markdown(thing.__init__.__doc__)
     for member, value in vars(thing).items():
         if member.startswith("_"):
@@ -125,7 +126,7 @@ def markdown(docstring: str | None) -> str:
         else:
             section = section and not line.strip()
             out.append(line)
-    return textwrap.dedent("\n".join(out)).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", textwrap.dedent("\n".join(out))).strip() + "\n"
 
 
 if __name__ == "__main__":

@@ -144,6 +144,13 @@ def verbatim(name: str) -> Callable[[], str]:
     return text
 
 
+def serving() -> str:
+    """The report at the end of `make serve`, without the answers before it."""
+    lines = verbatim("serve")().splitlines()
+    start = next(i for i, line in enumerate(lines) if re.match(r"\d+ requests in ", line))
+    return "\n".join(lines[:3] + [""] + lines[start:])
+
+
 def _with_conditions(content: dict, table: str) -> str:
     return f"{table}\n\n`{content['command']}`: {conditions(content)}."
 
@@ -155,6 +162,7 @@ TABLES = {
     "memory": memory,
     "demo": verbatim("demo"),
     "test": verbatim("test"),
+    "serve": serving,
 }
 
 

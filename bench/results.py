@@ -107,22 +107,25 @@ def save(
     as the peer's version.
     """
     rows = list(rows)
-    date = datetime.date.today().isoformat()
-    content = {
-        "name": name,
-        "command": command,
-        "date": date,
-        "machine": machine(),
-        "versions": versions(),
-        "notes": notes or {},
-        "rows": [asdict(row) for row in rows],
-    }
+    content = {**describe(name, command), "notes": notes or {}, "rows": [asdict(row) for row in rows]}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{date}.json"
+    path = folder / f"{name}-{content['date']}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     head = f"# {command}\n# {conditions(content)}\n"
     path.with_suffix(".txt").write_text(head + (text or table(rows)).rstrip() + "\n")
     return path
+
+
+def describe(name: str, command: str) -> dict[str, Any]:
+    """What every result file says of its run."""
+    return {
+        "name": name,
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "versions": versions(),
+        "notes": {},
+    }
 
 
 def conditions(content: dict[str, Any]) -> str:

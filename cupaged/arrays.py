@@ -102,11 +102,14 @@ def as_array(x: Any, name: str) -> Array:
     """
     if isinstance(x, np.ndarray) or is_cupy(x):
         return x
-    if hasattr(x, "__cuda_array_interface__") or _on_cuda(x):
-        import cupy
-
-        return cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
+    library = "NumPy"
     try:
+        # asked last: a tensor that records gradients raises something else than AttributeError
+        if _on_cuda(x) or (not hasattr(x, "__dlpack_device__") and hasattr(x, "__cuda_array_interface__")):
+            import cupy
+
+            library = "CuPy"
+            return cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
         if hasattr(x, "__dlpack__"):
             try:
                 return np.from_dlpack(x)
@@ -118,7 +121,7 @@ def as_array(x: Any, name: str) -> Array:
         if hasattr(x, "__array__"):
             return np.asarray(x)
     except (BufferError, RuntimeError, TypeError) as error:
-        raise TypeError(f"{name}: NumPy cannot read this {type(x).__name__}: {error}") from error
+        raise TypeError(f"{name}: {library} cannot read this {type(x).__name__}: {error}") from error
     raise TypeError(
         f"{name}: expected an array (NumPy, CuPy, or anything with __dlpack__, __cuda_array_interface__ or __array__), "
         f"got {type(x).__name__}"

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 _LEVELS = 8  # how often groups are split into groups that share more: a bound on time, not on what is right
-_AT_ONCE = 1 << 15  # entries that are compared at once
+_WIDEST = 256  # columns that are compared at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,11 @@ def find_shared_prefix(
     Sequences that share their first block are compared; where some of them go on alike after the others differ, the smaller groups
     are taken instead if those save more together. Costs one sort of the first column where nothing is shared.
     """
-    columns = block_tables.shape[1]
-    first = np.sort(block_tables[:, 0]) if columns else np.zeros(0, np.int32)
-    if not (first[1:] == first[:-1]).any():
-        return NOTHING
     queries = np.diff(query_start_loc).astype(np.int64)
     below = np.where(queries > 0, (seq_lens - queries) // block_size, 0)
+    columns = block_tables.shape[1]
+    if len(queries) < 2 or not columns:
+        return NOTHING
     rows = ((below > 0) & (block_tables[:, 0] >= 0)).nonzero()[0]
     flat = block_tables.reshape(-1)
     levels: list[_Level] = []
@@ -106,7 +105,7 @@ def _common(level: _Level, tables: Int32s, below: Ints, known: Ints) -> Ints:
     """How many blocks all members of each group have in common; `known` of them are known to be."""
     starts = level.starts[:-1]
     most = np.minimum.reduceat(below.take(level.members), starts)
-    common, width = np.minimum(known + 1, most), max(_AT_ONCE // len(level.members), 8)
+    common, width = np.minimum(known + 1, most), 8
     going = common < most
     while going.any():
         first = int(common[going].min())
@@ -120,6 +119,7 @@ def _common(level: _Level, tables: Int32s, below: Ints, known: Ints) -> Ints:
         alike = np.minimum.reduceat(alike, starts)
         common = np.where(going, np.maximum(np.minimum(alike, most), common), common)
         going &= (alike == end) & (common < most)
+        width = min(2 * width, _WIDEST)
     return common
 
 

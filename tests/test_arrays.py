@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -52,6 +53,24 @@ def test_bfloat16_comes_through_the_array_protocol() -> None:
     a = np.arange(6).astype(ml_dtypes.bfloat16)
     assert as_array(HasArray(a), "q") is a
     assert as_array(HasBoth(a), "q") is a
+
+
+def test_a_tensor_on_a_gpu_that_records_gradients_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnDevice:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (2, 0)
+
+        def __dlpack__(self, **how: Any) -> Any:
+            raise BufferError("detach it first")
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            raise RuntimeError("records gradients")
+
+    cupy = SimpleNamespace(from_dlpack=lambda x: x.__dlpack__(), ndarray=type(None))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(TypeError, match=r"^q: CuPy cannot read this OnDevice: detach it first"):
+        as_array(OnDevice(), "q")
 
 
 def test_attention_takes_foreign_arrays(rng: np.random.Generator) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from bench.record import record
 from bench.results import Row, latest, load, save, table
 
 
@@ -47,3 +49,15 @@ def test_latest_is_the_newest_date_of_exactly_that_name(tmp_path: Path) -> None:
     assert latest("cpu", tmp_path).name == "cpu-2026-11-01.json"
     with pytest.raises(FileNotFoundError, match="no gpu-DATE"):
         latest("gpu", tmp_path)
+
+
+def test_what_a_command_prints_is_kept_unless_it_fails(tmp_path: Path) -> None:
+    say = [sys.executable, "-c", "print('one'); print('two'); print('three')"]
+    assert record("said", say, last=2, folder=tmp_path) == 0
+    (path,) = tmp_path.iterdir()
+    lines = path.read_text().splitlines()
+    assert path.name.startswith("said-20") and lines[0].startswith("# ") and "cores of" in lines[1]
+    assert lines[2:] == ["two", "three"]
+    path.unlink()
+    assert record("failed", [sys.executable, "-c", "print(1); raise SystemExit(3)"], folder=tmp_path) == 3
+    assert not list(tmp_path.iterdir())

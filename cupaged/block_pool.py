@@ -149,12 +149,13 @@ class BlockPool:
         if self._cached:
             known = self._identity.take(ids.take(at)) > 0
             if np.count_nonzero(known):
-                backward = at[known][::-1]
+                every = np.count_nonzero(known) == len(at)
+                backward = (at if every else at[known])[::-1]
                 if tables is not None and len(tables) > 1:
                     table = np.repeat(np.arange(len(tables)), tables)
                     backward = backward[np.argsort(table.take(backward), kind="stable")]
                 self._cached.push(ids.take(backward))
-                at = at[~known]
+                at = _NONE if every else at[~known]
         if len(at):
             self._queue.push(ids.take(at))
 

@@ -216,7 +216,7 @@ class Growth:
         steps = [Step(tables, row, columns, total - cached) for tables in self._groups]
         blocks = pool.take(found.fresh, found.held)  # the last thing that can fail; from here on, state changes
 
-        cache.filled[blocks] = 0
+        cache.filled[blocks.astype(np.int64)] = 0
         for tables, step, hits, fresh in zip(
             self._groups, steps, found.hits, blocks.reshape(len(self._groups), -1), strict=True
         ):

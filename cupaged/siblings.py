@@ -13,7 +13,7 @@ from .block_pool import BlockPool, Ints
 from .free_queues import Blocks
 
 _NONE = -1
-_ZERO, _NO_CHILD = np.array(0), np.array(_NONE, np.int32)
+_ZERO, _NO_BLOCK, _NO_CHILD = np.array(0), np.array(0, np.int32), np.array(_NONE, np.int32)
 _ROOT = np.iinfo(np.int32).min  # `previous` of the first child of a root
 
 
@@ -61,9 +61,11 @@ class Siblings:
     def remove(self, blocks: Blocks | Ints) -> None:
         """Take `blocks [n]` out of their lists, before they lose their identities."""
         previous = self._previous.take(blocks)
-        only = (self._next.take(blocks) == _NONE) & (previous < 0) & (previous != _ROOT)
+        only = self._next.take(blocks) == _NO_CHILD
+        only &= previous < _NO_BLOCK
+        only &= previous != _ROOT
         others: list[int] = []
-        lone, above = blocks, ~previous
+        lone, above = blocks, (~previous).astype(np.int64)  # as an index int32 costs more than its conversion
         if np.count_nonzero(only) < len(blocks):
             lone, above, others = blocks[only], above[only], blocks[~only].tolist()
         alive = self._serial.take(above) == self._parent.take(lone)

@@ -124,11 +124,11 @@ def memory(name: str = "sharegpt") -> str:
         )
     head = [
         "policy",
-        "of the memory taken, tokens use",
+        "memory that holds tokens",
         "paper",
         "requests at once",
         "mean wait",
-        "blocks saved by sharing",
+        "saved by sharing",
         "paper",
     ]
     return markdown(head, lines)

@@ -50,16 +50,20 @@ class Case:
     dtype: str = "float16"
     kv_dtype: str | None = None
     classic: bool = False  # also time the original kernels
+    shared: int = 0  # tokens that all sequences begin with
+    share_prefix: bool = True
 
     @property
     def name(self) -> str:
         kv = self.kv_dtype or self.dtype
-        return f"b{self.batch}-ctx{self.context}-h{self.num_heads}/{self.num_kv_heads}-d{self.head_dim}-bs{self.block_size}-{kv}"
+        prefix = f"-{'once' if self.share_prefix else 'each'}{self.shared}" if self.shared else ""
+        return f"b{self.batch}-ctx{self.context}-h{self.num_heads}/{self.num_kv_heads}-d{self.head_dim}-bs{self.block_size}-{kv}{prefix}"
 
     @property
     def kv_bytes(self) -> int:
         item = numpy_dtype(self.kv_dtype or self.dtype).itemsize
-        return 2 * self.batch * self.context * self.num_kv_heads * self.head_dim * item
+        tokens = self.batch * (self.context - self.shared) + self.shared
+        return 2 * tokens * self.num_kv_heads * self.head_dim * item
 
 
 CASES = (
@@ -70,6 +74,7 @@ CASES = (
     Case(32, 4096, num_heads=28, num_kv_heads=4), Case(32, 4096, head_dim=64), Case(32, 4096, head_dim=256),
     Case(32, 4096, dtype="bfloat16"), Case(32, 4096, kv_dtype="fp8_e4m3"), Case(32, 4096, dtype="bfloat16", kv_dtype="fp8_e4m3"),
     Case(8, 4096, dtype="float32"),
+    *(Case(b, n, shared=n - 256, share_prefix=on) for b, n in ((64, 4352), (8, 4352), (8, 1280)) for on in (True, False)),
 )  # fmt: skip
 
 
@@ -103,13 +108,15 @@ def measure(case: Case, rounds: int = 7) -> Result:
     import cupy
 
     rng = np.random.default_rng(1)
-    columns = -(-case.context // case.block_size)
-    blocks = case.batch * columns
+    columns, alike = -(-case.context // case.block_size), case.shared // case.block_size
+    blocks = case.batch * (columns - alike) + alike
     page_dtype = np.dtype(np.uint8) if case.kv_dtype in FP8_DTYPES else numpy_dtype(case.dtype)
     shape = (blocks, 2, case.num_kv_heads, case.block_size, case.head_dim)
     copies = _copies(case)
     pools = [_random(cupy, shape, page_dtype) for _ in range(copies)]
-    tables = rng.permutation(blocks).astype(np.int32).reshape(case.batch, columns)
+    ids = rng.permutation(blocks).astype(np.int32)
+    tables = np.empty((case.batch, columns), np.int32)
+    tables[:, :alike], tables[:, alike:] = ids[:alike], ids[alike:].reshape(case.batch, -1)
     lens = np.full(case.batch, case.context, np.int32)
     q = cupy.asarray(rng.standard_normal((case.batch, case.num_heads, case.head_dim)).astype(np.float32)).astype(
         numpy_dtype(case.dtype)
@@ -117,12 +124,13 @@ def measure(case: Case, rounds: int = 7) -> Result:
     out = cupy.empty_like(q)
     plan = cupaged.plan(
         lens, tables, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
-        dtype=case.dtype, kv_dtype=case.kv_dtype, device="cuda",
+        dtype=case.dtype, kv_dtype=case.kv_dtype, share_prefix=case.share_prefix, device="cuda",
     )  # fmt: skip
 
     def attend(i: int) -> None:
         pool = pools[i % copies]
-        cupaged.paged_attention(q, pool[:, 0], pool[:, 1], None, None, kv_dtype=case.kv_dtype, plan=plan, out=out)
+        how = {"kv_dtype": case.kv_dtype, "share_prefix": case.share_prefix}
+        cupaged.paged_attention(q, pool[:, 0], pool[:, 1], None, None, plan=plan, out=out, **how)
 
     calls = max(copies, 10)
     result = Result(

@@ -199,6 +199,8 @@ def test_one_plan_shares_for_all_layers_and_calls_allocate_nothing(rng: np.rando
                 launches = launcher.num_launches
                 out, lse = cache.attend(layer, q, step, return_lse=True)
                 assert launcher.num_launches == launches + 2
+                cache.attend(layer, q, step, share_prefix=False)
+                assert launcher.num_launches == launches + 3
                 k_cache, v_cache = cache.layer(layer)
                 expected, expected_lse = reference.paged_attention(
                     q, k_cache, v_cache, step.block_tables, step.seq_lens

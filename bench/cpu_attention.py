@@ -1,8 +1,12 @@
 """Speed of attention on the CPU: decode and prefill beside peers, in one run. `python bench/cpu_attention.py [--help]`
 
-Columns: best time a call, GB/s of visible K and V, fraction of the read bandwidth measured in the same minutes over as many bytes with
-all threads, and how many times longer the peers take. Peers (torch, and vLLM's CPU kernel) live in another Python, named by the
-environment variable CUPAGED_VLLM_PYTHON; it runs as one subprocess that takes turns with ours. Without it those columns are empty.
+Columns: best time a call, GB/s of visible K and V, fraction of the read bandwidth measured in the same moments over as many bytes, one
+after another, with all threads, and how many times longer the peers take. Peers (torch, and vLLM's CPU kernel) live in another Python,
+named by the environment variable CUPAGED_VLLM_PYTHON; it runs as one subprocess that takes turns with ours. Without it those columns
+are empty. `numpy` gathers pages and multiplies in float32 with plain NumPy; it is left out where K and V are above 64 MB.
+
+A long table can be measured in slices: with `--save FILE.json` rows of the same code that stand in the file are not measured again,
+`--slice SECONDS` stops after so long, and the table printed and written to FILE.txt is that of all rows in the file.
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ import atexit
 import json
 import math
 import os
+import platform
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +31,23 @@ import numba
 import numpy as np
 
 import cupaged
-from cupaged import reference
 from cupaged.arrays import numpy_dtype
 from cupaged.cpu import address, run
 from cupaged.cpu_vector import WIDTH, add, as_pointer, fetch_add, load, poke_float, splat, total, worker
+from cupaged.cpu_work import SOURCE
 from cupaged.plan import check_metadata
 
+# run as a script or as part of the package
+results = import_module(".results", __package__) if __package__ else import_module("results")
 PIECE = 1 << 16  # bytes that a reader takes at a time
+MOST_NUMPY = 64 << 20  # bytes of K and V up to which plain NumPy is measured
+QUICK = {
+    "batch": ["1", "8"],
+    "context": ["512", "2048"],
+    "block_size": ["16"],
+    "head_dim": ["128"],
+    "dtype": ["float32", "float16"],
+}
 
 
 @worker
@@ -49,15 +67,16 @@ def _read(params: int, number: int) -> None:
 
 
 def best_seconds(call: Callable[[], object], seconds: float) -> float:
+    time.sleep(0.03)  # threads of another contender may still be spinning
     call()  # what another contender pushed out of the caches comes back
-    best = math.inf
+    best, calls = math.inf, 0
     until = time.perf_counter() + seconds
     while True:
         start = time.perf_counter()
         call()
         end = time.perf_counter()
-        best = min(best, end - start)
-        if end > until:
+        best, calls = min(best, end - start), calls + 1
+        if end > until and (calls >= 5 or end > until + 10 * seconds):
             return best
 
 
@@ -100,9 +119,22 @@ class Ours:
         cupaged.paged_attention(self.q, self.pool[:, 0], self.pool[:, 1], None, None, plan=self.plan, out=self.out)
 
     def numpy(self) -> None:
-        reference.paged_attention(
-            self.q, self.pool[:, 0], self.pool[:, 1], self.tables, self.lens, query_start_loc=self.starts
-        )
+        """Gather, convert, multiply: what one writes without a kernel."""
+        _, _, kv_heads, _, dim = self.pool.shape
+        for n, row in enumerate(self.tables):
+            pages = self.pool[row].astype(np.float32)  # [columns, 2, kv_heads, block_size, head_dim]
+            k, v = pages.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, : self.lens[n]]
+            begin, end = self.starts[n : n + 2]
+            m = end - begin
+            # rows of a KV head: its query heads, each with m queries
+            q = self.q[begin:end].astype(np.float32).swapaxes(0, 1).reshape(kv_heads, -1, dim)
+            s = q @ k.swapaxes(1, 2) * np.float32(dim**-0.5)
+            if m > 1:
+                hidden = np.arange(self.lens[n]) > np.arange(m)[:, None] + (self.lens[n] - m)
+                s = np.where(np.tile(hidden, (s.shape[1] // m, 1)), np.float32(-np.inf), s)
+            s = np.exp(s - s.max(axis=2, keepdims=True))
+            out = (s / s.sum(axis=2, keepdims=True)) @ v
+            self.out[begin:end] = out.reshape(-1, m, dim).swapaxes(0, 1)
 
 
 class Peers:
@@ -118,13 +150,19 @@ class Peers:
             )  # fmt: skip
             atexit.register(self.process.kill)  # torch may not end by itself when its input does
 
-    def times(self, config: dict[str, Any], seconds: float) -> dict[str, float]:
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self.process is None or self.process.stdin is None or self.process.stdout is None:
             return {}
-        self.process.stdin.write(json.dumps({"config": config, "seconds": seconds}) + "\n")
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         return dict(json.loads(answer)) if answer else {}
+
+    def times(self, config: dict[str, Any], seconds: float) -> dict[str, float]:
+        return self._ask({"config": config, "seconds": seconds})
+
+    def versions(self) -> str:
+        return ", ".join(f"{name} {version}" for name, version in self._ask({"versions": True}).items()) or "none"
 
 
 def configurations(kind: str) -> Iterator[dict[str, Any]]:
@@ -152,26 +190,79 @@ def kv_bytes(c: dict[str, Any]) -> int:
 
 
 def measure(config: dict[str, Any], peers: Peers, rounds: int, seconds: float, with_numpy: bool) -> dict[str, float]:
-    """The median over rounds of each contender's best time; contenders take turns within a round."""
+    """Each contender's best time over all rounds; contenders take turns within a round. NumPy has one turn, if any."""
     ours = Ours(config)
     ours.attend()
     read = read_bandwidth(ours.pool)
-    read()
-    times: dict[str, list[float]] = {}
+    times: dict[str, float] = {}
     for _ in range(rounds):
         found = {"ours": best_seconds(ours.attend, seconds), "read": best_seconds(read, seconds)}
         found |= peers.times(config, seconds)
         for name, t in found.items():
-            times.setdefault(name, []).append(t)
-    if with_numpy:
-        times["numpy"] = [best_seconds(ours.numpy, 0.0)]
-    return {name: float(np.median(t)) for name, t in times.items()}
+            times[name] = min(t, times.get(name, t))
+    if with_numpy and kv_bytes(config) <= MOST_NUMPY:
+        times["numpy"] = best_seconds(ours.numpy, 0.0)
+    return times
+
+
+def overhead() -> float:
+    """Seconds of a call on one sequence of 16 tokens, one head, plan and output given: the median of single calls."""
+    c = {
+        "batch": 1,
+        "context": 16,
+        "rows": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 64,
+        "dtype": "float32",
+        "block_size": 16,
+    }
+    ours = Ours(c)
+    times = []
+    for _ in range(3000):
+        start = time.perf_counter()
+        ours.attend()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def table(rows: list[dict[str, Any]], head: list[str]) -> str:
+    lines = [f"# {line}" for line in head]
+    lines.append(
+        "batch context rows heads    dim dtype    block       us   GB/s  of read  vllm/ours  gather/ours  sdpa/ours  numpy/ours"
+    )
+    ratios: dict[str, list[float]] = {}
+    for c, t in ((row["config"], row["seconds"]) for row in rows):
+        columns = []
+        for name in ("vllm", "gather", "sdpa", "numpy"):
+            columns.append("")
+            if name in t:
+                ratio = t[name] / t["ours"]
+                kind = f"{'decode' if c['rows'] == 1 else 'prefill'} {name}"
+                ratios.setdefault(kind, []).append(ratio)
+                columns[-1] = f"{ratio:.2f}"
+        lines.append(
+            f"{c['batch']:5} {c['context']:7} {c['rows']:4} {c['num_heads']:2}/{c['num_kv_heads']:<2}  {c['head_dim']:5} {c['dtype']:8} "
+            f"{c['block_size']:5} {t['ours'] * 1e6:8.1f} {kv_bytes(c) / t['ours'] / 1e9:6.2f} {t['read'] / t['ours']:8.2f} "
+            f"{columns[0]:>10} {columns[1]:>12} {columns[2]:>10} {columns[3]:>11}".rstrip()
+        )  # fmt: skip
+    for name, found in sorted(ratios.items()):
+        values = np.array(found)
+        mean = np.exp(np.log(values).mean())
+        lines.append(
+            f"{name}/ours: geometric mean {mean:.2f}, least {values.min():.2f}, {(values < 1).sum()} of {values.size} rows below 1"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=["decode", "prefill", "all"], default="all")
     parser.add_argument(
+        "--full", action="store_true", help="all rows; without it, --rows or --save a few, in about two minutes"
+    )
+    parser.add_argument(
+        "--rows",
         "--only",
         nargs="*",
         default=[],
@@ -180,42 +271,71 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.05, help="a contender and round")
     parser.add_argument("--memory", type=float, default=2.0, help="GB of K and V; larger rows are left out")
-    parser.add_argument("--numpy", action="store_true", help="also plain NumPy (slow)")
+    parser.add_argument("--save", type=Path, help="a JSON file that keeps rows; the table goes beside it as .txt")
+    parser.add_argument("--slice", type=float, default=math.inf, help="stop after so many seconds")
     arguments = parser.parse_args()
-    wanted = {name: values.split(",") for name, values in (pair.split("=") for pair in arguments.only)}
+    wanted = {name: values.split(",") for name, values in (pair.split("=") for pair in arguments.rows)}
+    if not (arguments.full or wanted):
+        wanted = QUICK
+    chosen = [
+        c for c in configurations(arguments.kind) if all(str(c[name]) in values for name, values in wanted.items())
+    ]
+    held: dict[str, Any] = {}
+    if arguments.save and arguments.save.exists():
+        held = json.loads(arguments.save.read_text())
+    known = {json.dumps(row["config"]): row for row in held.get("rows", []) if row["code"] == SOURCE}
+    fitting = [c for c in chosen if kv_bytes(c) <= arguments.memory * 1e9]
+    to_do = [c for c in fitting if json.dumps(c) not in known]
+    random.Random(0).shuffle(to_do)  # whatever part of a table is measured stands for all of it
+    begin = time.perf_counter()
     peers = Peers()
-    print(f"{numba.get_num_threads()} threads, vectors of {WIDTH} float32")
-    print(
-        "batch context rows heads    dim dtype    block       us   GB/s  of read  vllm/ours  gather/ours  sdpa/ours  numpy/ours"
+    own = overhead()
+    for n, c in enumerate(to_do):
+        if time.perf_counter() - begin > arguments.slice:
+            break
+        seconds = measure(c, peers, arguments.rounds, arguments.seconds, True)
+        known[json.dumps(c)] = {"config": c, "seconds": seconds, "code": SOURCE}
+        done = 30 * (n + 1) // len(to_do)
+        print(f"\r[{'#' * done}{'.' * (30 - done)}] {n + 1}/{len(to_do)} ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    rows = [known[json.dumps(c)] for c in fitting if json.dumps(c) in known]
+    head = [
+        f"{time.strftime('%Y-%m-%d')}, {results.machine()['processor']}, {numba.get_num_threads()} threads, vectors of {WIDTH} float32",
+        f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {numba.__version__}; peers: {peers.versions()}",
+        f"a call on 16 tokens: {own * 1e6:.0f} us",
+        f"{len(fitting) - len(rows)} rows not measured yet; {len(chosen) - len(fitting)} left out: above {arguments.memory} GB of K and V",
+    ]
+    text = table(rows, head)
+    print(text)
+    if arguments.save:
+        others = [row for key, row in known.items() if key not in {json.dumps(c) for c in fitting}]
+        content = {
+            "name": "cpu-attention", "command": "python bench/cpu_attention.py --full", "date": time.strftime("%Y-%m-%d"),
+            "machine": results.machine(), "versions": results.versions(),
+            "notes": {"peers": peers.versions(), "call on 16 tokens": f"{own * 1e6:.0f} us"},
+            "rows": [{**figure(row), **row} for row in rows + others],
+        }  # fmt: skip
+        arguments.save.write_text(json.dumps(content, separators=(",", ":")).replace('{"group"', '\n{"group"') + "\n")
+        arguments.save.with_suffix(".txt").write_text(text + "\n")
+
+
+def figure(row: dict[str, Any]) -> dict[str, Any]:
+    """A measured row as the result files have it."""
+    c, us = row["config"], {name: seconds * 1e6 for name, seconds in row["seconds"].items()}
+    decode = c["rows"] == 1
+    work = (
+        f"{'decode' if decode else 'prefill'} {c['batch']} x {c['context']}, heads {c['num_heads']}/{c['num_kv_heads']}, "
+        f"dim {c['head_dim']}, {c['dtype']}, blocks of {c['block_size']}"
     )
-    left_out = 0
-    ratios: dict[str, list[float]] = {}
-    for c in configurations(arguments.kind):
-        if any(str(c[name]) not in values for name, values in wanted.items()):
-            continue
-        if kv_bytes(c) > arguments.memory * 1e9:
-            left_out += 1
-            continue
-        t = measure(c, peers, arguments.rounds, arguments.seconds, arguments.numpy)
-        columns = []
-        for name in ("vllm", "gather", "sdpa", "numpy"):
-            ratio = t[name] / t["ours"] if name in t else math.nan
-            ratios.setdefault(name, []).append(ratio)
-            columns.append("" if math.isnan(ratio) else f"{ratio:.2f}")
-        print(
-            f"{c['batch']:5} {c['context']:7} {c['rows']:4} {c['num_heads']:2}/{c['num_kv_heads']:<2}  {c['head_dim']:5} {c['dtype']:8} "
-            f"{c['block_size']:5} {t['ours'] * 1e6:8.1f} {kv_bytes(c) / t['ours'] / 1e9:6.2f} {t['read'] / t['ours']:8.2f} "
-            f"{columns[0]:>10} {columns[1]:>12} {columns[2]:>10} {columns[3]:>11}", flush=True,
-        )  # fmt: skip
-    for name, values in ratios.items():
-        known = np.array([v for v in values if not math.isnan(v)])
-        if known.size:
-            print(
-                f"{name}/ours: geometric mean {np.exp(np.log(known).mean()):.2f}, least {known.min():.2f}, rows {known.size}"
-            )
-    if left_out:
-        print(f"{left_out} rows left out: more than {arguments.memory} GB of K and V")
+    more = {
+        "gb_s": kv_bytes(c) / us["ours"] / 1e3,
+        "peers": {name: us[name] for name in ("gather", "sdpa", "numpy") if name in us},
+    }
+    # a prefill is bound by arithmetic: reading says nothing about it
+    return asdict(
+        results.Row("cpu-attention", work, us["ours"], "us", us.get("vllm"), us["read"] if decode else None, more)
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

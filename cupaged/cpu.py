@@ -115,7 +115,7 @@ def paged_attention(call: Attention) -> None:
         own.no_key, own.room("work", 24 * num_seqs), 0, 0, own.room("scratch", threads * SCRATCH_BYTES),
         *q.strides[:2], *out.strides[:2], *((0, 0) if lse is None else lse.strides), *k.strides[:3], *v.strides[:3], tables.strides[0],
         num_seqs, num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, call.causal, call.window or 0, call.chunk or 0,
-        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0, own.room("queues", 64 * threads),
+        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0, 0, own.room("queues", 64 * threads),
         call.scale, call.softcap or 0.0,
     )  # fmt: skip
     resolve(where, ARRAYS, id(None))

@@ -1,12 +1,19 @@
 """Attention of a few query rows over long keys: decode, and verification of a handful of drafted tokens.
 
-Bound by memory: every K and V row is loaded once for all query rows of its KV head, in tiles of TILE tokens: S = Q K^T, softmax of all
-rows at once with running maxima, O = alpha O + P V. Scores, maxima and sums are vectors of [row, token], see `cpu_products`.
+Every K and V row is loaded once for all query rows of its KV head, in tiles of TILE tokens: S = Q K^T, softmax of all rows at once
+with running maxima, O = alpha O + P V. Scores, maxima and sums are vectors of [row, token], see `cpu_products`.
 
-A worker's memory, float32 unless said, with up to two tiles of rows:
-    queries, output [8, 256]   scores [TILE, 4]   largest logit, sum, alpha, slope [2, WIDTH]
-    first key, end of keys, position [2, WIDTH] int32
-    addresses of K, V [SPAN + PAD] int64   token positions [SPAN + PAD] int32
+What bounds it: the memory, where K and V come from beyond the caches and a KV head has one or two query heads, or float32 pages. A
+product of a byte of 16-bit pages with each of three or four query heads takes about as long on eight lanes as the byte takes to
+arrive, and in the caches arithmetic alone counts. Pages lie anywhere, and the hardware's streams of reads break where a run of rows
+ends: with pages in random order a read of nothing but runs of 4 KB got three quarters of what the same machine reads in order. So an
+item is several KV heads, whose rows of one block lie side by side in layout "HND": within a tile the heads of a block are read one
+after another before the next block. With AVX-512 an item is one head, and rows are prefetched.
+
+A worker's memory, float32 unless said; padded rows are whole row tiles of each head:
+    queries, output [heads * padded rows, head_dim]   scores [heads * row tiles, TILE, 4]
+    largest logit, sum, alpha, slope [heads * row tiles, WIDTH]   first key, end of keys, position [heads * row tiles, WIDTH] int32
+    addresses of K, V [heads, TILE + PAD] int64   token positions [TILE + PAD] int32
 """
 
 from __future__ import annotations
@@ -17,8 +24,8 @@ from typing import Any
 
 from numba import literally
 
-from .cpu_formats import BF16, ITEM_BYTES, READ_FACTOR, accumulate, copy_bytes, join_pairs, split_pairs
-from .cpu_products import largest_of_rows, load_positions, scores, weigh
+from .cpu_formats import BF16, READ_FACTOR, accumulate, copy_bytes, join_pairs, multiply_row, split_pairs
+from .cpu_products import AHEAD, largest_of_rows, load_positions, scores, weigh
 from .cpu_vector import (
     WIDTH,
     add,
@@ -33,6 +40,7 @@ from .cpu_vector import (
     maximum,
     multiply,
     peek_float,
+    peek_int,
     peek_long,
     poke_float,
     poke_int,
@@ -49,6 +57,8 @@ from .cpu_vector import (
 )
 from .cpu_work import (
     FEW_ROWS,
+    MOST_HEADS,
+    MOST_ROWS,
     SCRATCH_BYTES,
     SOURCE,
     chunks_of,
@@ -64,17 +74,19 @@ from .cpu_work import (
 )
 
 TILE = 64  # tokens between two rescalings of the output
-SPAN = 512  # tokens whose addresses are looked up at once
-PAD = TILE + 16  # addresses past the end of a span
-LINES = 4  # lines prefetched a tile ahead where a run of rows begins; there the hardware loses the stream it follows
+PAD = AHEAD + 16  # addresses past the end of a tile
+LINES = 4 if WIDTH == 16 else 0  # lines prefetched a tile before a run of rows begins, as AHEAD
+_ROW_TILES = MOST_HEADS * 2
 _VECTOR = 4 * WIDTH
 QUERIES = 0
-OUTPUT = QUERIES + 4 * FEW_ROWS * 256
-SCORES = OUTPUT + 4 * FEW_ROWS * 256
-TOP, SUM, ALPHA, SLOPE, LOW, HIGH, PLACE = (SCORES + 16 * TILE + 2 * _VECTOR * n for n in range(7))
-KEYS = PLACE + 2 * _VECTOR
-VALUES = KEYS + 8 * (SPAN + PAD)
-POSITIONS = VALUES + 8 * (SPAN + PAD)
+OUTPUT = QUERIES + 4 * MOST_ROWS * 256
+SCORES = OUTPUT + 4 * MOST_ROWS * 256
+_SCORES_BYTES = 16 * TILE
+TOP, SUM, ALPHA, SLOPE, LOW, HIGH, PLACE = (SCORES + _ROW_TILES * (_SCORES_BYTES + _VECTOR * n) for n in range(7))
+KEYS = PLACE + _ROW_TILES * _VECTOR
+_ROW_BYTES = 8 * (TILE + PAD)
+VALUES = KEYS + MOST_HEADS * _ROW_BYTES
+POSITIONS = VALUES + MOST_HEADS * _ROW_BYTES
 
 
 @compiled
@@ -84,9 +96,9 @@ def _tokens(tile: int) -> int:
 
 
 @compiled
-def _row_sum(mine: int, tile: int, r: int) -> float:
+def _row_sum(state: int, tile: int, r: int) -> float:
     tokens = _tokens(tile)
-    at = mine + SUM + _VECTOR * (r // tile) + 4 * tokens * (r % tile)
+    at = state + SUM + _VECTOR * (r // tile) + 4 * tokens * (r % tile)
     total = 0.0
     for lane in range(tokens):
         total += peek_float(at + 4 * lane)
@@ -94,26 +106,30 @@ def _row_sum(mine: int, tile: int, r: int) -> float:
 
 
 @compiled
-def _row_top(mine: int, tile: int, r: int) -> float:
-    return float(peek_float(mine + TOP + _VECTOR * (r // tile) + 4 * _tokens(tile) * (r % tile)))
+def _row_top(state: int, tile: int, r: int) -> float:
+    return float(peek_float(state + TOP + _VECTOR * (r // tile) + 4 * _tokens(tile) * (r % tile)))
 
 
 @compiled
-def _prefetch_runs(p: Any, rows: int, j: int, n: int, row_bytes: int, stride: int) -> None:
-    """The first lines of each run of rows that lie one after the other, among the n whose addresses stand at `rows`."""
-    size = p.block_size if stride == row_bytes else 1
-    run = size - j % size
-    t = 0
-    while t < n:
-        begin = peek_long(rows + 8 * t)
-        for offset in range(0, min(64 * LINES, run * row_bytes), 64):
-            prefetch(begin + offset)
-        t += run
-        run = size
+def _tokens_of_run(p: Any) -> int:
+    """How many tokens of one head are read before the next head's: a block where that divides a tile."""
+    size = p.block_size
+    return TILE if size >= TILE else 32 if size == 32 else 16
 
 
 @compiled
-def _begin_rows(p: Any, mine: int, tile: int, rows: int, first: int, m: int, n: int, h: int) -> None:
+def _prefetch_run(p: Any, s: int, j: int, end: int, base: int, block_bytes: int, token_bytes: int) -> None:
+    """The first lines of the run of rows that begins at token j, unless that is past the end or not mapped."""
+    if j < end:
+        page = peek_int(p.tables + s * p.table_row + 4 * (j // p.block_size))
+        if page >= 0:
+            begin = base + page * block_bytes + j % p.block_size * token_bytes
+            for offset in range(0, 64 * LINES, 64):
+                prefetch(begin + offset)
+
+
+@compiled
+def _begin_rows(p: Any, state: int, queries: int, tile: int, rows: int, first: int, m: int, n: int, h: int) -> None:
     """Queries as float32, bounds, slopes and an empty state of each row; padding rows repeat the first row."""
     tokens = _tokens(tile)
     groups = WIDTH // tokens
@@ -127,22 +143,34 @@ def _begin_rows(p: Any, mine: int, tile: int, rows: int, first: int, m: int, n: 
             low = first_key(p, i) if i >= 0 else 0
             high = end_of_keys(p, i, n) if i >= 0 else 0
             slope = peek_float(p.slopes + 4 * head) if p.slopes else 0.0
-            at = mine + _VECTOR * n_tile + 4 * tokens * row
+            at = state + _VECTOR * n_tile + 4 * tokens * row
             for lane in range(tokens):
                 poke_int(at + PLACE + 4 * lane, i)
                 poke_int(at + LOW + 4 * lane, low)
                 poke_int(at + HIGH + 4 * lane, high)
                 poke_float(at + SLOPE + 4 * lane, slope)
             if row < tile:
-                read_query(p, first + query, head, mine + QUERIES + 4 * p.head_dim * (n_tile * tile + row))
-        store(mine + _VECTOR * n_tile + TOP, splat(-math.inf))
-        store(mine + _VECTOR * n_tile + SUM, splat(0.0))
+                read_query(p, first + query, head, queries + 4 * p.head_dim * (n_tile * tile + row))
+        store(state + _VECTOR * n_tile + TOP, splat(-math.inf))
+        store(state + _VECTOR * n_tile + SUM, splat(0.0))
     for x in range(-(-rows // tile) * tile * p.head_dim):
-        poke_float(mine + OUTPUT + 4 * x, 0.0)
+        poke_float(queries + OUTPUT - QUERIES + 4 * x, 0.0)
 
 
 @compiled
-def _softmax(tile: int, p: Any, mine: int, state: int, positions: int, blocks: int, factor: float, edge: bool) -> None:
+def _rescale(tile: int, alphas: int, out: int, head_dim: int) -> None:
+    """What the output of a row tile is worth now: nothing to do while the largest logits stay."""
+    tokens = _tokens(tile)
+    for r in range(tile):
+        alpha = peek_float(alphas + 4 * tokens * r)
+        if alpha != 1.0:
+            multiply_row(out + 4 * head_dim * r, head_dim, alpha)
+
+
+@compiled
+def _softmax(
+    tile: int, p: Any, scores: int, state: int, positions: int, blocks: int, factor: float, edge: bool
+) -> None:
     """Scores of a row tile become weights; its largest logits, alphas and sums move on."""
     literally(tile)
     tokens = _tokens(tile)
@@ -151,7 +179,7 @@ def _softmax(tile: int, p: Any, mine: int, state: int, positions: int, blocks: i
     if p.softcap or p.slopes or edge:
         low, high, place = load_ints(state + LOW), load_ints(state + HIGH), load_ints(state + PLACE)
         for block in range(blocks):
-            s = multiply(load(mine + SCORES + _VECTOR * block), splat(factor))
+            s = multiply(load(scores + _VECTOR * block), splat(factor))
             if p.softcap:
                 s = multiply(tanh(divide(s, splat(p.softcap))), splat(p.softcap))
             position = load_positions(tile, positions + 4 * tokens * block)
@@ -159,20 +187,20 @@ def _softmax(tile: int, p: Any, mine: int, state: int, positions: int, blocks: i
                 s = fma(load(state + SLOPE), to_float(subtract_int(position, place)), s)
             if edge:
                 s = choose(within(position, low, high), s, splat(-math.inf))
-            store(mine + SCORES + _VECTOR * block, s)
+            store(scores + _VECTOR * block, s)
             top = maximum(s, top)
     else:
         for block in range(blocks):
-            s = multiply(load(mine + SCORES + _VECTOR * block), splat(factor))
-            store(mine + SCORES + _VECTOR * block, s)
+            s = multiply(load(scores + _VECTOR * block), splat(factor))
+            store(scores + _VECTOR * block, s)
             top = maximum(s, top)
     top = largest_of_rows(tile, top)
     base = select_finite(top)
     alpha = exp(subtract(old, base))
     sums = multiply(load(state + SUM), alpha)
     for block in range(blocks):
-        weight = exp(subtract(load(mine + SCORES + _VECTOR * block), base))
-        store(mine + SCORES + _VECTOR * block, weight)
+        weight = exp(subtract(load(scores + _VECTOR * block), base))
+        store(scores + _VECTOR * block, weight)
         sums = add(sums, weight)
     store(state + SUM, sums)
     store(state + ALPHA, alpha)
@@ -180,24 +208,23 @@ def _softmax(tile: int, p: Any, mine: int, state: int, positions: int, blocks: i
 
 
 @compiled
-def _save(p: Any, mine: int, tile: int, rows: int, partial: int) -> None:
+def _save(p: Any, state: int, out: int, tile: int, rows: int, partial: int) -> None:
     """One chunk's output [FEW_ROWS, head_dim], largest logits and sums [FEW_ROWS] as a partial result."""
-    copy_bytes(mine + OUTPUT, partial, 4 * rows * p.head_dim)
+    copy_bytes(out, partial, 4 * rows * p.head_dim)
     for r in range(rows):
         at = partial + 4 * (FEW_ROWS * p.head_dim + r)
-        poke_float(at, _row_top(mine, tile, r))
-        poke_float(at + 4 * FEW_ROWS, _row_sum(mine, tile, r))
+        poke_float(at, _row_top(state, tile, r))
+        poke_float(at + 4 * FEW_ROWS, _row_sum(state, tile, r))
 
 
 @compiled
-def _merge(p: Any, mine: int, partial: int, r: int, chunks: int) -> tuple[float, float]:
-    """Row r of all chunks, in order, into the worker's output; returns its largest logit and sum."""
+def _merge(p: Any, row: int, partial: int, r: int, chunks: int) -> tuple[float, float]:
+    """Row r of all chunks, in order, into the output at `row`; returns its largest logit and sum."""
     D = p.head_dim
     size = 4 * FEW_ROWS * (D + 2)
     top = -math.inf
     for c in range(chunks):
         top = max(top, peek_float(partial + c * size + 4 * (FEW_ROWS * D + r)))
-    row = mine + OUTPUT + 4 * D * r
     total = 0.0
     for d in range(D):
         poke_float(row + 4 * d, 0.0)
@@ -211,80 +238,123 @@ def _merge(p: Any, mine: int, partial: int, r: int, chunks: int) -> tuple[float,
     return top, total
 
 
+@compiled
+def _finish(
+    p: Any,
+    s: int,
+    h: int,
+    c: int,
+    chunks: int,
+    tile: int,
+    rows: int,
+    first: int,
+    state: int,
+    out: int,
+    gain: float,
+    paired: bool,
+) -> None:
+    """Results of one head and chunk: written if it is the only chunk, else saved, and merged by whoever saves the last one."""
+    D = p.head_dim
+    partial = p.partials + 4 * peek_long(p.work + 24 * s + 8)
+    if chunks > 1:
+        size = 4 * FEW_ROWS * (D + 2)
+        partial += h * chunks * size
+        _save(p, state, out, tile, rows, partial + c * size)
+        ticket = p.tickets + 8 * (peek_long(p.work + 24 * s + 16) + h)
+        if fetch_add(ticket, 1) != chunks - 1:
+            return
+        fetch_add(ticket, -chunks)
+    for r in range(rows):
+        row = out + 4 * D * r
+        if chunks > 1:
+            top, total = _merge(p, row, partial, r, chunks)
+        else:
+            top, total = _row_top(state, tile, r), _row_sum(state, tile, r)
+        if paired:
+            join_pairs(row, D)
+        write_result(p, first + r // p.group, h * p.group + r % p.group, row, top, total, gain)
+
+
 @cache
 def decode_kernel(kv: int, tile: int) -> Any:
     """The worker for keys of format `kv` and row tiles of `tile` rows, 1 to 4."""
-    source, gain, item_bytes = SOURCE, READ_FACTOR[kv], ITEM_BYTES[kv]
+    source, gain = SOURCE, READ_FACTOR[kv]
 
     def decode(params: int, number: int) -> None:
         source  # noqa: B018 - part of the cache key
         p = view(params)[0]
         mine = p.scratch + number * SCRATCH_BYTES
         D = p.head_dim
-        row_bytes = D * item_bytes
         tokens = _tokens(tile)
+        run = _tokens_of_run(p)
+        positions = mine + POSITIONS
+        groups = -(-p.num_kv_heads // p.heads)
         while True:
             item = next_item(p, number)
             if item < 0:
                 break
             s = sequence_of(p, item)
             item -= peek_long(p.work + 24 * s)
-            h = item % p.num_kv_heads
-            c = item // p.num_kv_heads
+            head = item % groups * p.heads
+            heads = min(p.heads, p.num_kv_heads - head)
+            c = item // groups
             first, m, n = sequence(p, s)
             length, first_chunk, chunks = chunks_of(p, m, n)
             rows = m * p.group
-            _begin_rows(p, mine, tile, rows, first, m, n, h)
-            if kv == BF16:
-                for r in range(-(-rows // tile) * tile):
-                    split_pairs(mine + QUERIES + 4 * D * r, D // 32 * 32)
+            row_tiles = -(-rows // tile)
+            head_bytes = 4 * D * row_tiles * tile  # of queries and output
+            for h in range(heads):
+                queries = mine + QUERIES + head_bytes * h
+                _begin_rows(p, mine + _VECTOR * row_tiles * h, queries, tile, rows, first, m, n, head + h)
+                if kv == BF16:
+                    for r in range(row_tiles * tile):
+                        split_pairs(queries + 4 * D * r, D // 32 * 32)
 
             begin = max(first_key(p, max(0, n - m)), (first_chunk + c) * length)
             end = min(end_of_keys(p, n - 1, n), (first_chunk + c + 1) * length) if n > 0 else 0
             # tiles between these need no mask: the last row sees the latest first key, the first row the earliest end
             low = first_key(p, n - 1) if n > 0 else 0
             high = end_of_keys(p, n - m, n) if m <= n else 0
-            factor = p.scale * peek_float(p.k_scale + 4 * h) * gain
-            for span in range(begin, end, SPAN):
-                known = min(SPAN + TILE, end - span)
-                holes = find_tile(
-                    p, s, h, span, known, mine + KEYS, mine + VALUES, mine + POSITIONS, (known + 15) // 16 * 16
-                )
-                for j in range(span, min(span + SPAN, end), TILE):
-                    count = min(TILE, end - j)
-                    edge = holes or count % tokens != 0 or low > j or high < j + count
-                    keys, values = mine + KEYS + 8 * (j - span), mine + VALUES + 8 * (j - span)
-                    positions = mine + POSITIONS + 4 * (j - span)
-                    for r in range(0, rows, tile):
-                        state = mine + _VECTOR * (r // tile)
-                        if r == 0:
-                            _prefetch_runs(p, values, j, count, row_bytes, p.v_token)
-                        scores(kv, tile, mine + QUERIES + 4 * D * r, keys, mine + SCORES, D, count)
-                        _softmax(tile, p, mine, state, positions, -(-count // tokens), factor, edge)
-                        if r == 0:
-                            following = min(TILE, end - j - TILE)
-                            _prefetch_runs(p, keys + 8 * TILE, j + TILE, following, row_bytes, p.k_token)
-                        weigh(kv, tile, mine + SCORES, values, mine + OUTPUT + 4 * D * r, state + ALPHA, D, count)
+            k_base, v_base = p.k + head * p.k_head, p.v + head * p.v_head
+            for j in range(begin, end, TILE):
+                count, known = min(TILE, end - j), min(TILE + AHEAD, end - j)
+                holes = False
+                for h in range(heads):
+                    places = mine + _ROW_BYTES * h
+                    holes = find_tile(
+                        p, s, head + h, j, known, places + KEYS, places + VALUES, positions, (known + 15) // 16 * 16
+                    )
+                edge = holes or count % tokens != 0 or low > j or high < j + count
+                for t in range(0, count, run):
+                    if LINES:
+                        _prefetch_run(p, s, j + t, end, v_base, p.v_block, p.v_token)
+                    several = min(run, count - t)
+                    for h in range(heads):
+                        keys = mine + KEYS + _ROW_BYTES * h + 8 * t
+                        for r in range(row_tiles):
+                            queries = mine + QUERIES + head_bytes * h + 4 * D * tile * r
+                            target = mine + SCORES + _SCORES_BYTES * (row_tiles * h + r) + _VECTOR * (t // tokens)
+                            scores(kv, tile, queries, keys, target, D, several)
+                for h in range(heads):
+                    factor = p.scale * peek_float(p.k_scale + 4 * (head + h)) * gain
+                    for r in range(row_tiles):
+                        state, n_tile = mine + _VECTOR * (row_tiles * h + r), row_tiles * h + r
+                        weights = mine + SCORES + _SCORES_BYTES * n_tile
+                        _softmax(tile, p, weights, state, positions, -(-count // tokens), factor, edge)
+                        _rescale(tile, state + ALPHA, mine + OUTPUT + 4 * D * tile * n_tile, D)
+                for t in range(0, count, run):
+                    if LINES:
+                        _prefetch_run(p, s, j + TILE + t, end, k_base, p.k_block, p.k_token)
+                    several = min(run, count - t)
+                    for h in range(heads):
+                        values = mine + VALUES + _ROW_BYTES * h + 8 * t
+                        for r in range(row_tiles):
+                            n_tile = row_tiles * h + r
+                            weights = mine + SCORES + _SCORES_BYTES * n_tile + _VECTOR * (t // tokens)
+                            weigh(kv, tile, weights, values, mine + OUTPUT + 4 * D * tile * n_tile, D, several)
 
-            done = True
-            partial = p.partials + 4 * peek_long(p.work + 24 * s + 8)
-            size = 4 * FEW_ROWS * (D + 2)
-            if chunks > 1:
-                partial += h * chunks * size
-                _save(p, mine, tile, rows, partial + c * size)
-                ticket = p.tickets + 8 * (peek_long(p.work + 24 * s + 16) + h)
-                done = fetch_add(ticket, 1) == chunks - 1
-                if done:
-                    fetch_add(ticket, -chunks)
-            if done:
-                for r in range(rows):
-                    if chunks > 1:
-                        top, total = _merge(p, mine, partial, r, chunks)
-                    else:
-                        top, total = _row_top(mine, tile, r), _row_sum(mine, tile, r)
-                    head = h * p.group + r % p.group
-                    if kv == BF16:
-                        join_pairs(mine + OUTPUT + 4 * D * r, D)
-                    write_result(p, first + r // p.group, head, mine + OUTPUT + 4 * D * r, top, total, gain)
+            for h in range(heads):
+                state, out = mine + _VECTOR * row_tiles * h, mine + OUTPUT + head_bytes * h
+                _finish(p, s, head + h, c, chunks, tile, rows, first, state, out, gain, kv == BF16)
 
     return worker(decode)

@@ -216,6 +216,18 @@ def _accumulate(b: ir.IRBuilder, source: ir.Value, target: ir.Value, count: ir.V
 accumulate = operation(types.void, [_address, _address, types.int64, types.float32], _accumulate)
 
 
+def _multiply_row(b: ir.IRBuilder, row: ir.Value, count: ir.Value, factor: ir.Value) -> None:
+    def body(i: ir.Value, width: int) -> None:
+        place = b.add(row, b.mul(i, int64(4)))
+        emit_store(b, place, b.fmul(emit_load(b, place, F32, width), emit_splat(b, factor, width)))
+
+    emit_elements(b, count, body)
+
+
+# (row, count, factor): row *= factor, float32
+multiply_row = operation(types.void, [_address, types.int64, types.float32], _multiply_row)
+
+
 def _store_row(
     b: ir.IRBuilder, kind: int, kv: int, source: ir.Value, target: ir.Value, count: ir.Value, scale: ir.Value
 ) -> None:

@@ -34,8 +34,10 @@ from .cpu_vector import (
 )
 
 LINE = 64  # bytes of a cache line
-AHEAD = 16  # tokens between a row that is read and the row that is prefetched then
+# Tokens between a row that is read and the row that is prefetched then. 0: none, where streams that the hardware follows are faster.
+AHEAD = 16 if WIDTH == 16 else 0
 SUMS = 16 if WIDTH == 16 else 8  # vectors of sums that fit in registers beside their operands
+HEIGHT = 2  # rows of the output whose weights stay in registers
 
 _f32, _i64 = ir.FloatType(), ir.IntType(64)
 
@@ -47,6 +49,19 @@ def _at(b: ir.IRBuilder, address: ir.Value, index: ir.Value | int, size: int) ->
 
 def _read(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
     return b.load(pointer(b, address, kind), align=4)
+
+
+def _together(kv: int, rows: int) -> int:
+    """Rows of K or V that are read side by side.
+
+    With 32 registers a whole block: prefetches hide the order. With 16 there are no prefetches. One row after another is the order that
+    the streams of the hardware follow best; several side by side cost fewer instructions, which matters where there is much to convert
+    and to multiply for each byte. Measured on Zen 3, beyond its caches.
+    """
+    if WIDTH == 16:
+        return tokens_of(rows)
+    several = 1 if kv == F32 else 2
+    return several if rows <= 2 else 2 * several
 
 
 def tokens_of(rows: int) -> int:
@@ -82,51 +97,61 @@ def emit_scores(
     size, tokens = ITEM_BYTES[kv], tokens_of(rows)
     row_bytes = b.mul(head_dim, int64(4))
     unroll = max(1, LINE // (size * WIDTH))
+    together = min(tokens, _together(kv, rows))
+    spread = min(unroll, SUMS // (rows * together))  # sums of one product
 
-    def block(t: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        k, following = (
-            [_read(b, _at(b, keys, b.add(t, int64(first + u)), 8), _i64) for u in range(tokens)] for first in (0, AHEAD)
-        )
+    def products(t: ir.Value) -> list[ir.Value]:
+        k = [_read(b, _at(b, keys, b.add(t, int64(u)), 8), _i64) for u in range(together)]
+        following = [
+            _read(b, _at(b, keys, b.add(t, int64(AHEAD + u)), 8), _i64) for u in range(together if AHEAD else 0)
+        ]
 
-        def add_products(d: ir.Value, sums: list[ir.Value], width: int) -> list[ir.Value]:
-            def vector(address: ir.Value, kind: int) -> ir.Value:
-                x = emit_load(b, address, kind, width)
-                return x if width == WIDTH else emit_shuffle(b, x, const(0.0, width), range(WIDTH))
-
-            loaded = [vector(_at(b, address, d, size), kv) for address in k]
-            result = []
+        def add_products(
+            d: ir.Value, sums: list[ir.Value], loaded: list[ir.Value], width: int = WIDTH, part: int = 0
+        ) -> list[ir.Value]:
+            sums = list(sums)
             for r in range(rows):
-                query = vector(_at(b, b.add(q, b.mul(row_bytes, int64(r))), d, 4), F32)
-                result += [emit_fma(b, query, x, total) for x, total in zip(loaded, sums[r * tokens :], strict=False)]
-            return result
+                query = widened(emit_load(b, _at(b, b.add(q, b.mul(row_bytes, int64(r))), d, 4), F32, width))
+                for u, x in enumerate(loaded):
+                    n = (part % spread * rows + r) * together + u
+                    sums[n] = emit_fma(b, query, x, sums[n])
+            return sums
+
+        def widened(x: ir.Value) -> ir.Value:
+            return x if x.type.count == WIDTH else emit_shuffle(b, x, const(0.0, x.type.count), range(WIDTH))
 
         def line(d: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             for address in following:
                 emit_prefetch(b, _at(b, address, d, size))
-            if kv != BF16:
-                for part in range(unroll):
-                    sums = add_products(b.add(d, int64(part * WIDTH)), sums, WIDTH)
-                return sums
-            for part in range(0, unroll, 2):
+            for part in range(0, unroll, 2 if kv == BF16 else 1):
                 at = b.add(d, int64(part * WIDTH))
-                pairs = [emit_load_pair(b, _at(b, address, at, size)) for address in k]
-                for side in range(2):
-                    for r in range(rows):
-                        row = b.add(q, b.mul(row_bytes, int64(r)))
-                        query = emit_load(b, _at(b, row, b.add(at, int64(side * WIDTH)), 4))
-                        for u, pair in enumerate(pairs):
-                            sums[r * tokens + u] = emit_fma(b, query, pair[side], sums[r * tokens + u])
+                if kv == BF16:
+                    pairs = [emit_load_pair(b, _at(b, address, at, size)) for address in k]
+                    for side in range(2):
+                        there = b.add(at, int64(side * WIDTH))
+                        sums = add_products(there, sums, [pair[side] for pair in pairs], part=side)
+                else:
+                    sums = add_products(at, sums, [emit_load(b, _at(b, x, at, size), kv) for x in k], part=part)
             return sums
 
-        sums = [const(0.0)] * (rows * tokens)
+        sums = [const(0.0)] * (spread * rows * together)
         step = unroll * WIDTH
         d, sums = loop(b, int64(0), b.sub(head_dim, int64(step - 1)), step, sums, line)
         for width in (WIDTH,) * (unroll > 1) + (8,) * (WIDTH > 8):
 
             def rest(d: ir.Value, sums: list[ir.Value], width: int = width) -> list[ir.Value]:
-                return add_products(d, sums, width)
+                loaded = [widened(emit_load(b, _at(b, x, d, size), kv, width)) for x in k]
+                return add_products(d, sums, loaded, width)
 
             d, sums = loop(b, d, b.sub(head_dim, int64(width - 1)), width, sums, rest)
+        while len(sums) > rows * together:
+            half = len(sums) // 2
+            sums = [b.fadd(x, y) for x, y in zip(sums[:half], sums[half:], strict=True)]
+        return sums
+
+    def block(t: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        parts = [products(b.add(t, int64(u))) for u in range(0, tokens, together)]
+        sums = [x for r in range(rows) for part in parts for x in part[r * together : (r + 1) * together]]
         sums += [const(0.0)] * (WIDTH - len(sums))
         place = _at(b, scores, b.mul(t, int64(WIDTH // tokens)), 4)
         b.store(_transposed_sums(b, sums), pointer(b, place, LANES), align=4)
@@ -142,10 +167,92 @@ def emit_weigh(
     weights: ir.Value,  # float32, as `scores`
     values: ir.Value,  # int64 [count + AHEAD]
     out: ir.Value,  # float32 [rows, head_dim]
-    alpha: ir.Value,  # float32 [rows, tokens]: what the old output is worth now, the same for all tokens
     head_dim: ir.Value,
     count: ir.Value,
 ) -> None:
+    (_weigh_columns if WIDTH == 16 else _weigh_tokens)(b, kv, rows, weights, values, out, head_dim, count)
+
+
+def _weight(b: ir.IRBuilder, rows: int, weights: ir.Value, t: ir.Value) -> ir.Value:
+    """Where the weight of token t for the first row stands; those of other rows follow at distances of `tokens_of(rows)`."""
+    tokens = tokens_of(rows)
+    before = b.mul(b.and_(t, int64(-tokens)), int64(WIDTH // tokens - 1))  # lanes of other rows in earlier blocks
+    return _at(b, weights, b.add(t, before), 4)
+
+
+def _weigh_tokens(
+    b: ir.IRBuilder,
+    kv: int,
+    rows: int,
+    weights: ir.Value,
+    values: ir.Value,
+    out: ir.Value,
+    head_dim: ir.Value,
+    count: ir.Value,
+) -> None:
+    """The weights of a few tokens stay in registers and the output goes through the first cache: rows of V are read whole, in order,
+    which the streams of the hardware follow."""
+    size, tokens = ITEM_BYTES[kv], tokens_of(rows)
+    row_bytes = b.mul(head_dim, int64(4))
+
+    def add_tokens(t: ir.Value, many: int, first: int, height: int) -> None:
+        """`many` tokens from t on, for `height` rows from `first` on."""
+        place = _weight(b, rows, weights, t)
+        factors = [
+            [
+                emit_splat(b, _read(b, _at(b, place, u // tokens * WIDTH + u % tokens + r * tokens, 4), _f32))
+                for r in range(first, first + height)
+            ]
+            for u in range(many)
+        ]
+        sources = [_read(b, _at(b, values, b.add(t, int64(u)), 8), _i64) for u in range(many)]
+        targets = [b.add(out, b.mul(row_bytes, int64(r))) for r in range(first, first + height)]
+
+        def add_vector(d: ir.Value, loaded: list[ir.Value]) -> None:
+            places = [pointer(b, _at(b, target, d, 4), LANES) for target in targets]
+            sums = [b.load(x, align=4) for x in places]
+            for x, weights_of in zip(loaded, factors, strict=True):
+                sums = [emit_fma(b, weight, x, total) for weight, total in zip(weights_of, sums, strict=True)]
+            for x, total in zip(places, sums, strict=True):
+                b.store(total, x, align=4)
+
+        def pair(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            loaded = [emit_load_pair(b, _at(b, source, d, size)) for source in sources]
+            for side in range(2):
+                add_vector(b.add(d, int64(side * WIDTH)), [x[side] for x in loaded])
+            return []
+
+        def vector(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            add_vector(d, [emit_load(b, _at(b, source, d, size), kv) for source in sources])
+            return []
+
+        d: ir.Value = int64(0)
+        if kv == BF16:
+            d, _ = loop(b, d, b.sub(head_dim, int64(2 * WIDTH - 1)), 2 * WIDTH, [], pair)
+        loop(b, d, head_dim, WIDTH, [], vector)
+
+    t: ir.Value = int64(0)
+    for many in dict.fromkeys((_together(kv, rows), 1)):
+
+        def body(t: ir.Value, _: list[ir.Value], many: int = many) -> list[ir.Value]:
+            for first in range(0, rows, HEIGHT):
+                add_tokens(t, many, first, min(HEIGHT, rows - first))
+            return []
+
+        t, _ = loop(b, t, b.sub(count, int64(many - 1)), many, [], body)
+
+
+def _weigh_columns(
+    b: ir.IRBuilder,
+    kv: int,
+    rows: int,
+    weights: ir.Value,
+    values: ir.Value,
+    out: ir.Value,
+    head_dim: ir.Value,
+    count: ir.Value,
+) -> None:
+    """Columns of the output stay in registers over all tokens; rows of V are prefetched as nothing reads them in order."""
     size, tokens = ITEM_BYTES[kv], tokens_of(rows)
     row_bytes = b.mul(head_dim, int64(4))
     most = max(1, min(8, SUMS // rows))
@@ -157,10 +264,6 @@ def emit_weigh(
             for r in range(rows)
             for v in range(vectors)
         ]
-        sums = []
-        for r in range(rows):
-            factor = emit_splat(b, _read(b, _at(b, alpha, r * tokens, 4), _f32), width)
-            sums += [b.fmul(_read(b, place, kind), factor) for place in places[r * vectors : (r + 1) * vectors]]
 
         def token(t: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             value = _at(b, _read(b, _at(b, values, t, 8), _i64), d, size)
@@ -172,17 +275,14 @@ def emit_weigh(
             following = _at(b, _read(b, _at(b, values, b.add(t, int64(AHEAD)), 8), _i64), d, size)
             for offset in range(0, vectors * width * size, LINE):
                 emit_prefetch(b, b.add(following, int64(offset)))
-            before = b.mul(
-                b.and_(t, int64(-tokens)), int64(WIDTH // tokens - 1)
-            )  # lanes of other rows in earlier blocks
-            weight_of = _at(b, weights, b.add(t, before), 4)
+            weight_of = _weight(b, rows, weights, t)
             result = []
             for r in range(rows):
                 weight = emit_splat(b, _read(b, b.add(weight_of, int64(4 * r * tokens)), _f32), width)
                 result += [emit_fma(b, weight, x, total) for x, total in zip(loaded, sums[r * vectors :], strict=False)]
             return result
 
-        _, sums = loop(b, int64(0), count, 1, sums, token)
+        _, sums = loop(b, int64(0), count, 1, [_read(b, place, kind) for place in places], token)
         for place, total in zip(places, sums, strict=True):
             b.store(total, pointer(b, place, kind), align=4)
 
@@ -197,9 +297,8 @@ def emit_weigh(
 
         d, _ = loop(b, d, b.sub(head_dim, int64(step - 1)), step, [], body)
         vectors //= 2
-    if WIDTH > 8:
-        with b.if_then(b.icmp_signed("<", d, head_dim)):
-            columns(d, 1, 8)
+    with b.if_then(b.icmp_signed("<", d, head_dim)):
+        columns(d, 1, 8)
 
 
 def emit_outer(
@@ -263,9 +362,7 @@ def _load_positions(b: ir.IRBuilder, rows: int, address: ir.Value) -> ir.Value:
 
 # Functions of compiled code; kv, rows, vectors and keep are literals.
 scores = operation(types.void, [types.int64] * 5, emit_scores, 2)  # (kv, rows, q, keys, scores, head_dim, count)
-weigh = operation(
-    types.void, [types.int64] * 6, emit_weigh, 2
-)  # (kv, rows, weights, values, out, alpha, head_dim, count)
+weigh = operation(types.void, [types.int64] * 5, emit_weigh, 2)  # (kv, rows, weights, values, out, head_dim, count)
 outer = operation(
     types.void, [types.int64] * 8, emit_outer, 2
 )  # (vectors, keep, a, a_row, a_step, right, c, alpha, rows, depth)

@@ -1,6 +1,6 @@
 """What one call on the CPU is made of: the record that compiled code reads, its division into items, and the tiles of an item.
 
-An item is (sequence, KV head, tile of query rows, chunk of keys). Rows of a sequence are packed: row r is query row r // group
+An item is (sequence, KV heads, tile of query rows, chunk of keys). Rows of a sequence are packed: row r is query row r // group
 of query head r % group of that KV head. Few rows go to `cpu_decode`, many to `cpu_prefill`; the choice, the tile and the chunk
 edges follow from the sequence's own length and rows alone, so no bit depends on threads or on other sequences. Threads take items
 from each other when their own are done; who finishes the last chunk of a (sequence, KV head, row tile), by an integer ticket,
@@ -44,7 +44,7 @@ _STRIDES = (  # bytes
 )  # fmt: skip
 _SIZES = (
     "num_seqs", "group", "num_kv_heads", "head_dim", "block_size", "causal", "window", "chunk", "num_splits", "q_kind", "tiles",
-    "num_items", "workers", "queues",
+    "num_items", "heads", "workers", "queues",
 )  # fmt: skip
 ARRAYS = 12  # the first fields, which hold an array's id until `resolve`
 FIELDS = _ADDRESSES + _STRIDES + _SIZES  # int64 each; an absent array, window, chunk or num_splits is 0
@@ -53,6 +53,9 @@ PACKING = "q" * len(FIELDS) + "dd"
 
 FEW_ROWS = 8  # up to here one sequence's packed rows are worked on by cpu_decode
 CHUNK = 256  # keys of a chunk, at least
+MOST_HEADS, MOST_ROWS = 16, 32  # of one item of cpu_decode; rows of all its heads, padded
+RUN_BYTES = 0 if WIDTH == 16 else 1 << 16  # what the heads of an item should have side by side in one block
+ITEMS = 4  # of a worker, at least: heads are put together only as far as that leaves so many
 SCRATCH_BYTES = 384 * 1024  # a worker's own memory
 _QUEUE = 64  # bytes between the counters of two workers' queues
 MOST_VECTORS = 4 if WIDTH == 16 else 2  # vectors of query rows in a tile of cpu_prefill
@@ -130,6 +133,24 @@ def chunks_of(p: Any, m: int, n: int) -> tuple[int, int, int]:
     return length, low, max(1, high - low)
 
 
+@compiled
+def heads_of_item(p: Any, kernel: int, workers: int) -> int:
+    """How many KV heads one item of a kernel covers: no result depends on it."""
+    if kernel >= 5 or RUN_BYTES == 0:
+        return 1
+    chunks, rows = 0, 0
+    for s in range(p.num_seqs):
+        _, m, n = sequence(p, s)
+        if kernel_of(m * p.group) == kernel:
+            chunks += chunks_of(p, m, n)[2]
+            rows = max(rows, m * p.group)
+    padded = -(-rows // kernel) * kernel
+    most = min(MOST_HEADS, MOST_ROWS // padded, -(-RUN_BYTES // abs(p.k_head)) if p.k_head else 1)
+    # a group of heads is worth less than an idle thread
+    groups = max(-(-p.num_kv_heads // most), min(p.num_kv_heads, -(-ITEMS * workers // chunks)))
+    return int(-(-p.num_kv_heads // groups))
+
+
 _HEAD = object.__basicsize__
 _probe = np.zeros(1)
 if ctypes.c_void_p.from_address(id(_probe) + _HEAD).value != _probe.ctypes.data:
@@ -172,6 +193,8 @@ def _planner(source: str) -> tuple[Any, Any, Any]:
         p = view(params)[0]
         items, cost, floats, tickets = 0, 0, 0, 0
         tile = rows_per_tile(kernel)
+        p.heads = heads_of_item(p, kernel, workers)
+        groups = -(-p.num_kv_heads // p.heads)
         for s in range(p.num_seqs):
             poke_long(p.work + 24 * s, items)
             poke_long(p.work + 24 * s + 8, floats)
@@ -181,7 +204,7 @@ def _planner(source: str) -> tuple[Any, Any, Any]:
             if kernel_of(rows) == kernel:
                 tiles = -(-rows // tile) * p.num_kv_heads
                 _, _, chunks = chunks_of(p, m, n)
-                items += tiles * chunks
+                items += -(-rows // tile) * groups * chunks
                 cost += rows * p.num_kv_heads * n * p.head_dim
                 if chunks > 1:
                     floats += tiles * chunks * tile * (p.head_dim + 2)

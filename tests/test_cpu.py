@@ -25,6 +25,7 @@ numba = pytest.importorskip("numba", reason="the CPU backend needs numba: pip in
 from cupaged import cpu  # noqa: E402
 from cupaged.cpu_formats import E4M3, E5M2, F16, F32, store_row, widen_row  # noqa: E402
 from cupaged.cpu_vector import WIDTH, entry, exp, load, store, tanh  # noqa: E402
+from cupaged.cpu_work import FIELDS  # noqa: E402
 
 FORMATS = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 ROOT = Path(__file__).parent.parent
@@ -90,6 +91,28 @@ def test_calls_from_several_threads_do_not_disturb_each_other(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("how", [{}, {"window": 37}, {"layout": "NHD"}])
+@pytest.mark.parametrize(("group", "block_size"), [(1, 16), (3, 32), (4, 5), (7, 64)])
+def test_no_bit_depends_on_how_many_heads_are_worked_on_together(
+    rng: np.random.Generator, all_threads: None, group: int, block_size: int, how: dict[str, object]
+) -> None:
+    numba.set_num_threads(1)
+    scales = np.array([0.5, 1, 2, 3, 0.1], np.float32)  # a head read as its neighbour would show
+    case = make_case(
+        rng, seq_lens=[150, 64, 1, 0, 97, 300], num_kv_heads=5, group=group, head_dim=40, block_size=block_size,
+        dtype=["float32", "float16", "bfloat16"][group % 3], k_scale=scales, v_scale=scales[::-1].copy(), **how,
+    )  # fmt: skip
+    out, lse = run(case)
+    heads = {int(cpu._workspace.params[FIELDS.index("heads")])}
+    assert_close(case, out, lse)
+    for n in range(len(case.seq_lens)):
+        one = slice(n, n + 1)
+        alone = Case(case.q[one], case.k_cache, case.v_cache, case.block_tables[one], case.seq_lens[one], case.options)
+        assert bits(run(alone)) == bits((out[one], lse[one]))
+        heads.add(int(cpu._workspace.params[FIELDS.index("heads")]))
+    assert len(heads) > 1 or WIDTH == 16, "always as many heads: nothing was compared"
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)

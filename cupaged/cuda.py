@@ -7,7 +7,7 @@ executor of the tests); host metadata are plain `numpy.ndarray` and are uploaded
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from .cuda_structs import (
     division_by,
     dtype_of,
     elements_per_access,
+    meaningful,
     merge_defines,
     merged_axes,
     pack,
@@ -310,20 +311,14 @@ class Backend:
         """
         num_heads, head_dim = call.q.shape[1:]
         num_blocks, num_kv_heads, block_size, _ = call.k_pages.shape
-        options = PlanOptions(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            dtype_of(call.q),
-            call.kv_dtype,
-            call.window,
-            call.chunk,
-            call.num_splits,
-            call.causal,
-            call.share_prefix,
-        )
-        p: dict[str, Any] = dict.fromkeys(ATTENTION.names or (), 0)
-        vec = self._describe(call, p)
+        if call.plan is not None and call.plan.options is not None:
+            options = call.plan.options  # the call's own: that has been checked
+        else:
+            options = PlanOptions(
+                num_heads, num_kv_heads, head_dim, dtype_of(call.q), call.kv_dtype, call.window, call.chunk, call.num_splits,
+                call.causal, call.share_prefix,
+            )  # fmt: skip
+        p, vec = self._describe(call)
 
         def launch(config: KernelConfig, across: int, planned: bool) -> None:
             function = self._kernel(
@@ -337,9 +332,7 @@ class Backend:
             plan = call.plan or Plan(call.block_tables, call.seq_lens, call.query_start_loc, block_size, num_blocks)
             work = self._planned(plan, options, p)
             for part in work.parts:
-                for name in ("share_start", "items", "units"):
-                    p[name] = work.address(name, part)
-                p["shared_groups"] = work.address("shared_groups") if part.over_prefixes else 0
+                p.update(part.addresses)
                 launch(part.config, part.shares, planned=True)
         else:
             for config, units, splits in self._unplanned(call, options, p):
@@ -349,10 +342,7 @@ class Backend:
     def _planned(self, plan: Plan, options: PlanOptions, p: dict[str, Any]) -> DeviceWork:
         """Point the parameters at the plan's metadata and at a workspace."""
         work = self._work(plan, options)
-        for name in ("seq_lens", "query_start_loc", "block_tables"):
-            p[name] = work.address(name)
-        p["table_row"] = p["max_blocks"] = work.sizes.columns
-        p["num_seqs"], p["splits"] = work.sizes.seqs, 1
+        p.update(work.parameters)
         workspace = work.workspace or self._stream_workspace()
         p["partials"], p["partial_states"], p["tickets"] = workspace.reserve(
             work.num_states + work.num_shared_states, options.head_dim, work.num_tickets
@@ -360,7 +350,6 @@ class Backend:
         if work.shared is not None:  # the end of the workspace is theirs
             p["shared_states"] = p["partial_states"] + 8 * work.num_states
             p["shared_sums"] = p["partials"] + 4 * options.head_dim * work.num_states
-            p["shared_rows"], p["first_shared_row"] = work.address("shared_rows"), work.address("first_shared_row")
         return work
 
     def _unplanned(
@@ -394,27 +383,24 @@ class Backend:
         )
         return launches
 
-    def _describe(self, call: Attention, p: dict[str, Any]) -> int:
-        """Fill in the arrays and options of the call. Returns the widest access to pages that all addresses allow, in bytes."""
-        pointer = self.launcher.pointer
-        num_heads, head_dim = call.q.shape[1:]
-        p["k"], p["v"] = pointer(call.k_pages), pointer(call.v_pages)
-        strides = byte_strides(call.k_pages)[:3] + byte_strides(call.v_pages)[:3]
-        p["k_block"], p["k_head"], p["k_slot"], p["v_block"], p["v_head"], p["v_slot"] = strides
-        p["num_blocks"], p["num_kv_heads"], p["block_size"] = call.k_pages.shape[:3]
-        p["magic"], p["shift"] = division_by(call.k_pages.shape[2])
-        p["num_tokens"], p["group"] = len(call.q), num_heads // call.k_pages.shape[1]
-        for name, x in (("q", call.q), ("out", call.out)):
-            p[name] = pointer(x)
-            p[f"{name}_token"], p[f"{name}_head"] = (s // x.itemsize for s in byte_strides(x)[:2])
-        if call.lse is not None:
-            p["lse"], p["lse_token"] = pointer(call.lse), byte_strides(call.lse)[0] // 4
-        for name in ("alibi_slopes", "sinks", "k_scale", "v_scale"):
-            x = getattr(call, name)
-            p[name] = 0 if x is None else pointer(x)
-        p["causal"], p["window"], p["chunk"] = call.causal, call.window or 0, call.chunk or 0
-        p["scale"], p["softcap"] = call.scale, call.softcap or 0.0
-        return power_of_two(int(p["k"]), int(p["v"]), head_dim * call.k_pages.itemsize, *strides)
+    def _describe(self, call: Attention) -> tuple[dict[str, Any], int]:
+        """The parameters with arrays and options of the call, and the widest access to pages that all addresses allow, in bytes."""
+        pointer, q, k, v, lse = self.launcher.pointer, call.q, call.k_pages, call.v_pages, call.lse
+        constants, vec = _constants(
+            q.shape, q.strides, call.out.strides, None if lse is None else lse.strides, q.itemsize, k.shape, k.strides, v.strides,
+            k.itemsize, call.causal, call.window, call.chunk, call.scale, call.softcap,
+        )  # fmt: skip
+        p = constants.copy()
+        p["k"], p["v"] = k_address, v_address = pointer(k), pointer(v)
+        p["q"], p["out"] = pointer(q), pointer(call.out)
+        p["k_scale"], p["v_scale"] = pointer(call.k_scale), pointer(call.v_scale)
+        if lse is not None:
+            p["lse"] = pointer(lse)
+        if call.alibi_slopes is not None:
+            p["alibi_slopes"] = pointer(call.alibi_slopes)
+        if call.sinks is not None:
+            p["sinks"] = pointer(call.sinks)
+        return p, power_of_two(k_address, v_address, vec)
 
     def _kernel(
         self, config: KernelConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
@@ -446,6 +432,31 @@ class Backend:
         self._ring.stage(x.nbytes)[: x.nbytes].view(x.dtype)[:] = x.reshape(-1)
         self._ring.send(there.reshape(-1).view(np.uint8), x.nbytes)
         return there
+
+
+@lru_cache(maxsize=256)
+def _constants(
+    q_shape: tuple[int, ...], q_strides: tuple[int, ...], out_strides: tuple[int, ...], lse_strides: tuple[int, ...] | None, item: int,
+    shape: tuple[int, ...], k_strides: tuple[int, ...], v_strides: tuple[int, ...], cache_item: int,
+    causal: bool, window: int | None, chunk: int | None, scale: float, softcap: float | None,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    """Parameters of attention that follow from shapes and options, 0 elsewhere, and the access to pages that strides allow.
+
+    The layers of a step differ in addresses only, so this is put together once for all of them.
+    """
+    p: dict[str, Any] = dict.fromkeys(ATTENTION.names or (), 0)
+    strides = meaningful(shape, k_strides)[:3] + meaningful(shape, v_strides)[:3]
+    p["k_block"], p["k_head"], p["k_slot"], p["v_block"], p["v_head"], p["v_slot"] = strides
+    p["num_blocks"], p["num_kv_heads"], p["block_size"] = shape[:3]
+    p["magic"], p["shift"] = division_by(shape[2])
+    p["num_tokens"], p["group"] = q_shape[0], q_shape[1] // shape[1]
+    p["q_token"], p["q_head"] = (s // item for s in meaningful(q_shape, q_strides)[:2])
+    p["out_token"], p["out_head"] = (s // item for s in meaningful(q_shape, out_strides)[:2])
+    if lse_strides is not None:
+        p["lse_token"] = meaningful(q_shape[:2], lse_strides)[0] // 4
+    p["causal"], p["window"], p["chunk"] = causal, window or 0, chunk or 0
+    p["scale"], p["softcap"] = scale, softcap or 0.0
+    return p, power_of_two(shape[3] * cache_item, *strides)
 
 
 class Workspace:

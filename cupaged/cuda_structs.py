@@ -79,8 +79,11 @@ def _packing(kind: np.dtype[Any]) -> struct.Struct:
 
 
 def pack(kind: np.dtype[Any], values: Mapping[str, Any]) -> Array:
-    """One struct of a flat kind. Many times faster than setting fields of an array one by one, and it is done at every call."""
-    return np.frombuffer(_packing(kind).pack(*[values[name] for name in kind.names or ()]), kind)
+    """One struct of a flat kind; `values` has its fields, all of them, in their order.
+
+    Many times faster than setting fields of an array one by one, and it is done at every call.
+    """
+    return np.frombuffer(_packing(kind).pack(*values.values()), kind)
 
 
 def decode_defines(config: KernelConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:
@@ -131,7 +134,12 @@ def dtype_of(x: Array) -> str:
 
 def byte_strides(x: Array) -> list[int]:
     """Strides in bytes; those of axes of length 1 mean nothing and are 0."""
-    return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
+    return meaningful(x.shape, x.strides)
+
+
+def meaningful(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """Strides, 0 for axes of length 1."""
+    return [0 if n == 1 else s for n, s in zip(shape, strides, strict=True)]
 
 
 def power_of_two(*numbers: int) -> int:

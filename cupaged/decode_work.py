@@ -56,7 +56,9 @@ class Part:
     sizes: _Sizes
     shares: int  # blocks per KV head
     offsets: dict[str, int]  # of its sections in the buffer: share_start, units, items
-    over_prefixes: bool
+    addresses: dict[
+        str, int
+    ]  # the same on the device, and `shared_groups` where its sequences are over shared prefixes
 
     @property
     def states_per_head(self) -> int:
@@ -85,12 +87,24 @@ class DeviceWork:
         sizes = [self._sizes(plan, *each) for each in zip(kernels, self._capacity, schedules, strict=True)]
         self.sizes = sizes[0]  # what does not differ between parts
         self.offsets, part_offsets, num_bytes = _layout(sizes, self.shared)
-        self.parts = tuple(
-            Part(config, size, size.shares, offsets, self.shared is not None and i == 0)
-            for i, (config, size, offsets) in enumerate(zip(kernels, sizes, part_offsets, strict=True))
-        )
         self.buffer = launcher.empty((num_bytes + 16,), np.uint8)  # no section is empty at the very end
-        self._base = launcher.pointer(self.buffer)
+        base = launcher.pointer(self.buffer)
+        addresses = [{name: base + offset for name, offset in offsets.items()} for offsets in part_offsets]
+        if self.shared is not None:
+            for i, of_part in enumerate(addresses):
+                of_part["shared_groups"] = base + self.offsets["shared_groups"] if i == 0 else 0
+        self.parts = tuple(
+            Part(config, size, size.shares, *where)
+            for config, size, *where in zip(kernels, sizes, part_offsets, addresses, strict=True)
+        )
+        # what a kernel is told of the step
+        named = ["seq_lens", "query_start_loc", "block_tables"]
+        if self.shared is not None:
+            named += ["shared_rows", "first_shared_row"]
+        self.parameters = {
+            **{name: base + self.offsets[name] for name in named},
+            "table_row": self.sizes.columns, "max_blocks": self.sizes.columns, "num_seqs": self.sizes.seqs, "splits": 1,
+        }  # fmt: skip
         # Launches follow one another and leave the tickets at 0: they share a workspace.
         self.num_states = options.num_kv_heads * max(part.states_per_head for part in self.parts)
         self.num_shared_states = 0 if self.shared is None else options.num_heads * len(self.shared.rows)
@@ -117,10 +131,6 @@ class DeviceWork:
         if self.bounds is None:
             return _Sizes.of(plan, schedule)
         return _Sizes.bound(self.bounds, self._group, config.rows, capacity, self.options.num_splits)
-
-    def address(self, section: str, part: Part | None = None) -> int:
-        """Where a section of the buffer begins."""
-        return self._base + (self.offsets if part is None else part.offsets)[section]
 
     @property
     def slot_mapping(self) -> Array:

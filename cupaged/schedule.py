@@ -1,7 +1,7 @@
 """Which thread block attends to which part of which sequence: the arithmetic of planning, in NumPy.
 
-The keys of all units (a sequence, or `rows` of its packed query rows) are laid end to end in tiles of `tile` tokens and cut into
-equal shares, one a thread block; a share may end one unit and begin the next ("stream-K"). Every KV head has the same schedule.
+The keys of all units (a sequence, or `rows` of its packed query rows) are laid end to end and cut into equal shares of tokens, one
+a thread block; a share may end one unit and begin the next ("stream-K"). Every KV head has the same schedule.
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU" (2023).
 """
@@ -15,6 +15,7 @@ import numpy as np
 from .arrays import Array
 
 MIN_SHARE = 128  # tokens: below this, launching and merging cost more than reading
+LEAST_UNIT = 32  # tokens: a unit of fewer counts as so many where that is little against a share (`least_unit`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,79 +54,103 @@ def make_schedule(
     `skip`: how many first keys of each sequence are attended to elsewhere. `after`: every row stands after all keys.
     """
     lens, starts = seq_lens.astype(np.int64), query_start_loc.astype(np.int64)
-    num_queries = np.diff(starts)
+    num_queries = starts[1:] - starts[:-1]
     packed = num_queries * group
     if takes is not None:
-        packed = np.where((packed >= takes[0]) & (packed <= takes[1]), packed, 0)
-    sequence, row = _units(packed, rows)
-    # positions of the first and last query row of each unit
+        packed *= (packed >= takes[0]) & (packed <= takes[1])
     before = lens if after else lens - num_queries
-    first_row = before[sequence] + row // group
-    last_row = before[sequence] + (np.minimum(row + rows, num_queries[sequence] * group) - 1) // group
+    if len(packed) and packed.min() > 0 and packed.max() <= rows:  # one unit a sequence: every decode
+        sequence, row = np.arange(len(packed)), 0
+        first_row, last_row, length = before, before + num_queries - 1, lens
+    else:
+        sequence, nth = _expand(-(-packed // rows))
+        row = nth * rows
+        first_row = before[sequence] + row // group
+        last_row = before[sequence] + (np.minimum(row + rows, packed[sequence]) - 1) // group
+        length = lens[sequence]
     low = _lowest_key(first_row, window, chunk)
     if skip is not None:
         low = np.maximum(low, skip[sequence])
-    high = _highest_key(last_row, lens[sequence], causal, chunk)
-    first_tile = low // tile
-    last_tile = np.maximum(-(-high // tile), first_tile)
+    high = np.maximum(_highest_key(last_row, length, causal, chunk), low)
 
     if num_splits is None:
-        ends = np.cumsum(last_tile - first_tile)
-        begins = ends - (last_tile - first_tile)
-        total = int(ends[-1]) if len(ends) else 0
-        used = max(min(shares, total // -(-MIN_SHARE // tile)), 1)
-        # share s covers tiles [edge(s), edge(s + 1)) of the whole; item i of a unit lies in the unit's first share + i
-        start = _share_of(begins, total, used)
-        count = np.maximum(_share_of(ends - 1, total, used) - start + 1, 1)
-        of, nth = _expand(count)
-        number = start[of] + nth
-        shift = begins[of] - first_tile[of]
-        first = np.maximum(begins[of], _edge(number, total, used)) - shift
-        last = np.maximum(np.minimum(ends[of], _edge(number + 1, total, used)) - shift, first)
+        of, first, last, count, share_start = _equal_shares(low, high, tile, shares)
     else:
         base = _lowest_key(np.maximum(before, 0), window, chunk) // tile
-        each = np.maximum(-(-(-(-lens // tile) - base) // num_splits), 1)[sequence]
-        base = base[sequence]
-        start = (first_tile - base) // each
-        count = np.where(last_tile > first_tile, (last_tile - 1 - base) // each - start + 1, 1)
-        of, nth = _expand(count)
-        first = np.maximum(first_tile[of], base[of] + (start[of] + nth) * each[of])
-        last = np.maximum(np.minimum(last_tile[of], base[of] + (start[of] + nth + 1) * each[of]), first)
-        begins = np.cumsum(last - first) - (last - first)
-        total = int(begins[-1] + last[-1] - first[-1]) if len(of) else 0
-        used = max(min(shares, len(of)), 1)
-        number = _share_of(begins, total, used)
+        each = np.maximum(-(-(-(-lens // tile) - base) // num_splits), 1)[sequence] * tile
+        of, first, last, count = _split(low, high, base[sequence] * tile, each)
+        share_start = _deal(last - first, shares)
 
-    split = count > 1
-    first_partial = np.cumsum(np.where(split, count, 0)) - np.where(split, count, 0)
-    items = np.empty((len(of), 4), np.int32)
-    items[:, 0], items[:, 1], items[:, 2] = of, first * tile, np.minimum(last * tile, high[of])
-    if skip is not None:  # ends inside a tile
-        items[:, 1] = np.maximum(items[:, 1], skip[sequence][of])
-    items[:, 3] = np.where(split[of], first_partial[of] + nth, -1)
     units = np.empty((len(sequence), 4), np.int32)
-    units[:, 0], units[:, 1], units[:, 2], units[:, 3] = sequence, row, first_partial, count
-    share_start = np.searchsorted(number, np.arange(used + 1)).astype(np.int32)
-    share_start[-1] = len(items)
-    return Schedule(share_start, items, units, int(count[split].sum()))
+    items = np.empty((len(of), 4), np.int32)
+    partial = np.flatnonzero((count > 1)[of])  # items of units in several
+    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = of, first, last, -1
+    items[partial, 3] = np.arange(len(partial))
+    in_parts = np.where(count > 1, count, 0)
+    units[:, 0], units[:, 1], units[:, 2], units[:, 3] = sequence, row, np.cumsum(in_parts) - in_parts, count
+    return Schedule(share_start, items, units, len(partial))
 
 
-def _edge(share: Array, total: int, shares: int) -> Array:
-    """The first of `total` tiles that belongs to a share, when all shares are equal to within a tile."""
-    return share * total // shares
+def _equal_shares(low: Array, high: Array, tile: int, shares: int) -> tuple[Array, Array, Array, Array, Array]:
+    """Units laid end to end and cut into equal shares: owner, first and last token of every item, items a unit, `share_start`.
+
+    What rounds is small against a share: an edge inside a unit is a multiple of a tile, or of a fraction of one where a tile is
+    more than a 128th of a share; a unit counts as `least_unit` tokens, at most a 64th of a share, and an edge past the end of a
+    shorter one goes to its begin. So no share is more than 2.4% longer than their mean.
+    """
+    size = high - low
+    size = np.maximum(size, least_unit(int(size.sum()), shares))
+    ends = np.cumsum(size)
+    total = int(ends[-1]) if len(ends) else 0
+    used = max(min(shares, total // MIN_SHARE), 1)
+    grain = tile
+    while grain > 1 and grain * 128 * used > total:
+        grain //= 2
+    edges = np.arange(1, used) * total // used
+    unit = np.searchsorted(ends, edges, side="right")
+    at = (low + size - ends)[unit] + edges
+    at -= at % grain
+    inside = (at > low[unit]) & (at < high[unit])  # other edges lie between two units
+    cut, at = unit[inside], at[inside]
+
+    # A cut adds an item, so that of unit u begins at item u + the cuts before it.
+    begins = cut + np.arange(1, len(cut) + 1)  # items that begin at a cut
+    extra = np.zeros(len(low) + len(cut), np.int64)
+    extra[begins] = 1
+    of = np.arange(len(extra)) - np.cumsum(extra)
+    first, last = low[of], high[of]
+    first[begins], last[begins - 1] = at, at
+    share_start = np.empty(used + 1, np.int32)
+    share_start[0], share_start[-1] = 0, len(of)
+    share_start[1:-1] = unit + np.searchsorted(cut, unit)
+    share_start[1:-1][inside] = begins
+    return of, first, last, np.bincount(cut, minlength=len(low)) + 1, share_start
 
 
-def _share_of(position: Array, total: int, shares: int) -> Array:
-    """Which share holds a tile; a position past the end (an empty unit's) counts as the last tile."""
-    return np.minimum(((position + 1) * shares - 1) // max(total, 1), shares - 1)
+def least_unit(total: int, shares: int) -> int:
+    """Tokens that a unit counts as at least, where all units have `total`: starting and ending one takes time too."""
+    return min(max(total // shares, MIN_SHARE) // 64, LEAST_UNIT)
 
 
-def _units(packed: Array, rows: int) -> tuple[Array, Array]:
-    """Sequence and first packed row of every unit, for sequences of `packed` rows."""
-    if len(packed) and packed.min() > 0 and packed.max() <= rows:
-        return np.arange(len(packed)), np.zeros(len(packed), np.int64)
-    of, nth = _expand(-(-packed // rows))
-    return of, nth * rows
+def _split(low: Array, high: Array, base: Array, each: Array) -> tuple[Array, Array, Array, Array]:
+    """Units cut at `base` and every `each` tokens from there: owner, first and last token of every item, and items a unit."""
+    start = (low - base) // each
+    count = np.where(high > low, (high - 1 - base) // each - start + 1, 1)
+    of, nth = _expand(count)
+    edge = base[of] + (start[of] + nth) * each[of]
+    first = np.maximum(low[of], edge)
+    return of, first, np.maximum(np.minimum(high[of], edge + each[of]), first), count
+
+
+def _deal(size: Array, shares: int) -> Array:
+    """`share_start` of whole items: share s of the tokens holds the first token of its items."""
+    begins = np.cumsum(size) - size
+    used = max(min(shares, len(size)), 1)
+    total = max(int(size.sum()), 1)
+    share = np.minimum(((begins + 1) * used - 1) // total, used - 1)
+    share_start = np.searchsorted(share, np.arange(used + 1)).astype(np.int32)
+    share_start[-1] = len(size)
+    return share_start
 
 
 def _expand(count: Array) -> tuple[Array, Array]:
@@ -146,6 +171,8 @@ def _lowest_key(position: Array, window: int | None, chunk: int | None) -> Array
 
 def _highest_key(position: Array, length: Array, causal: bool, chunk: int | None) -> Array:
     """One past the last key that a row at `position` may see."""
+    if causal and chunk is None:
+        return np.maximum(position + 1, 0)
     high = position + 1 if causal else length
     if chunk is not None:
         high = np.minimum(high, (position // chunk + 1) * chunk)

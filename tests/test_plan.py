@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from cupaged import reference
 from cupaged.decode_work import _Sizes
 from cupaged.kernel_config import most_rows, rows_for
 from cupaged.plan import Bounds
-from cupaged.schedule import MIN_SHARE, Schedule, make_schedule
+from cupaged.schedule import MIN_SHARE, Schedule, least_unit, make_schedule
 
 
 @st.composite
@@ -115,18 +116,49 @@ def test_with_num_splits_the_cuts_of_a_sequence_do_not_depend_on_its_neighbours(
         assert together == [items_of(by_itself, unit)[:, 1:3].tolist() for unit in range(len(by_itself.units))]
 
 
-@pytest.mark.parametrize("longest", [512, 4096, 32768])
-def test_shares_are_equal_to_within_a_tile_at_every_batch_size(longest: int, rng: np.random.Generator) -> None:
+CONTEXTS: dict[str, Callable[[np.random.Generator, int], Any]] = {
+    "equal": lambda rng, n: np.full(n, rng.integers(1, 5000)),
+    "short": lambda rng, n: rng.integers(1, 400, n),
+    "uniform": lambda rng, n: rng.integers(1, 8193, n),
+    "long tailed": lambda rng, n: np.minimum(np.exp(rng.normal(6.5, 1.5, n)) + 1, 131072),
+    "one long": lambda rng, n: np.r_[rng.integers(1, 300, n - 1), 100_000],
+    "many empty": lambda rng, n: rng.integers(0, 2, n) * rng.integers(1, 5000, n),
+}
+CHIPS = {
+    "A100": 108,
+    "RTX 3090": 82,
+    "RTX 4090": 128,
+    "H100 and H200": 132,
+    "B200": 148,
+    "RTX 5090": 170,
+}  # multiprocessors
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("tile", "resident"), [(16, 1), (32, 3), (64, 2)])
+def test_no_block_has_5_percent_more_than_its_part_at_any_batch_of_8_kv_heads(
+    chip: str, tile: int, resident: int, rng: np.random.Generator
+) -> None:
+    """The longest share against all tokens over all blocks that the chip holds, those included that 8 heads leave idle.
+
+    Where shares would be under 128 tokens, fewer blocks are used and the mean is that of those.
+    """
+    blocks = CHIPS[chip] * resident / 8  # of one KV head
+    names = list(CONTEXTS)
     for batch in range(1, 257):
-        lens = rng.integers(1, longest + 1, batch).astype(np.int32)
-        schedule = make_schedule(lens, np.arange(batch + 1, dtype=np.int32), group=4, rows=4, tile=16, shares=49)
-        tokens = schedule.items[:, 2] - schedule.items[:, 1]
-        tiles = np.add.reduceat(-(-tokens // 16), schedule.share_start[:-1])
-        assert tiles.max() - tiles.min() <= 1
-        total = int((-(-lens // 16)).sum())
-        assert len(tiles) == 49 or total // (len(tiles) + 1) < MIN_SHARE // 16, (
-            "fewer shares only where they would be too short"
-        )
+        for name in {names[batch % len(names)], "uniform"}:
+            lens = np.asarray(CONTEXTS[name](rng, batch)).astype(np.int32)
+            starts = np.arange(batch + 1, dtype=np.int32)
+            schedule = make_schedule(lens, starts, group=4, rows=8, tile=tile, shares=int(blocks))
+            tokens = schedule.items[:, 2] - schedule.items[:, 1]
+            least = least_unit(int(lens.sum()), int(blocks))  # what a unit counts as at least
+            counted = np.where(schedule.items[:, 3] < 0, np.maximum(tokens, least), tokens)
+            shares = np.add.reduceat(counted, schedule.share_start[:-1])
+            all_used = len(shares) == int(blocks)
+            assert all_used or counted.sum() // MIN_SHARE == len(shares) or len(shares) == 1, "too few shares"
+            assert shares.max() <= 1.05 * counted.sum() / (blocks if all_used else len(shares)), (batch, name)
+            if lens.min() >= least:
+                assert tokens.sum() == counted.sum() == lens.sum()
 
 
 def test_units_hold_a_power_of_two_rows_that_registers_can_keep() -> None:

@@ -1,0 +1,132 @@
+"""Host time of the GPU path, on a machine that needs no GPU: planning a step, and one planned call of `paged_attention`.
+
+A call goes to a launcher that launches nothing: what is left is checking, packing parameters and choosing kernels. CuPy's own time
+for a launch comes on top (about 5 us on the hosts of data-centre GPUs).
+
+    python -m bench.planning [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import cupaged
+from bench.results import Row, save, table
+from cupaged import attention, cuda
+from cupaged.arrays import Array
+from cupaged.launcher import DeviceInfo
+from cupaged.schedule import make_schedule
+
+GOAL_PLAN_US = 300  # 4096 sequences
+GOAL_CALL_US, GOAL_PLAIN_US = 15, 30  # with plan and `out`, and without
+
+
+class NoLauncher:
+    """A device whose memory is the host's and whose launches do nothing."""
+
+    info = DeviceInfo("H200 of a benchmark", 90, 132, 227 << 10, 228 << 10, 50 << 20)
+
+    def get(self, kernel: str, source: str, defines: Any, shared_bytes: int = 0) -> Any:
+        return kernel
+
+    def launch(self, *arguments: Any) -> None:
+        pass
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return np.empty(shape, dtype).view(_DeviceArray)
+
+    def pinned(self, num_bytes: int) -> Array:
+        return np.empty(num_bytes, np.uint8)
+
+    def pointer(self, array: Array) -> int:
+        return id(array) & -256  # as fast as CuPy tells it; nobody looks there
+
+    def copy_async(self, dst: Array, src: Array) -> None:
+        dst[...] = src
+
+    def record(self) -> Any:
+        return self
+
+    def synchronize(self, event: Any) -> None:
+        pass
+
+    def stream(self) -> int:
+        return 0
+
+
+class _DeviceArray(np.ndarray):
+    """Stands for a CuPy array: plain NumPy arrays are metadata to be uploaded."""
+
+
+def median_us(work: Callable[[], Any], calls: int) -> float:
+    """Microseconds of one call, the median of 15 rounds of `calls`."""
+    times = []
+    for _ in range(15):
+        began = time.perf_counter()
+        for _ in range(calls):
+            work()
+        times.append((time.perf_counter() - began) / calls)
+    return statistics.median(times) * 1e6
+
+
+def schedules() -> list[Row]:
+    rng = np.random.default_rng(1)
+    rows = []
+    for batch in (1, 64, 256, 1024, 4096):
+        lens, starts = rng.integers(1, 4097, batch).astype(np.int32), np.arange(batch + 1, dtype=np.int32)
+        us = median_us(lambda: make_schedule(lens, starts, group=4, rows=8, tile=32, shares=49), 20)  # noqa: B023
+        rows.append(
+            Row("planning", f"schedule of {batch} sequences", us, "us", limit=GOAL_PLAN_US if batch == 4096 else None)
+        )
+    return rows
+
+
+def calls() -> list[Row]:
+    batch, blocks, block_size = 32, 32 * 256, 16
+    pool = np.empty((blocks, 2, 8, block_size, 128), np.float16)
+    tables = np.arange(blocks, dtype=np.int32).reshape(batch, -1)
+    lens = np.full(batch, 4096, np.int32)
+    q = np.zeros((batch, 32, 128), np.float16).view(_DeviceArray)
+    out, keys, values = np.empty_like(q), pool[:, 0].view(_DeviceArray), pool[:, 1].view(_DeviceArray)
+    backend = cuda.Backend(NoLauncher())  # type: ignore[arg-type]
+    with (
+        mock.patch.object(attention, "backend_of", lambda x, classic=False: backend),
+        mock.patch.object(cuda, "current_backend", lambda: backend),
+    ):
+        plan = cupaged.plan(
+            lens,
+            tables,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            block_size=block_size,
+            dtype="float16",
+            device="cuda",
+        )
+        planned = median_us(lambda: cupaged.paged_attention(q, keys, values, None, None, plan=plan, out=out), 200)
+        plain = median_us(lambda: cupaged.paged_attention(q, keys, values, tables, lens), 20)
+    return [
+        Row("planning", "call with plan and out, batch 32", planned, "us", limit=GOAL_CALL_US),
+        Row("planning", "call without, batch 32 of 256 blocks", plain, "us"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", action="store_true", help="keep the figures under bench/results")
+    options = parser.parse_args()
+    rows = schedules() + calls()
+    print(table(rows))
+    if options.save:
+        save("planning", rows, "python -m bench.planning --save")
+
+
+if __name__ == "__main__":
+    main()

@@ -395,7 +395,8 @@ class BlockAllocator:
             lost.append(gone[held])
             sizes.append(np.bincount(differs[held] // (len(before) // len(moved)), minlength=len(moved)))
             window[targets] = new
-            tables.begin[targets] = tables.begin.take(origins)
+            if tables.limited:
+                tables.begin[targets] = tables.begin.take(origins)
             tables.mark(targets, 0)
         self.pool.release(*laid_by_row(lost, sizes))
         for values in (requests.lengths, requests.known, requests.root):

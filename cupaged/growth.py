@@ -19,6 +19,7 @@ from .steps import Step, write_slots
 from .tables import BlockTables, ranges
 
 _NONE: Ints = np.zeros(0, np.int64)
+_ZERO: Ints = np.zeros(1, np.int64)
 _NO_COPYING = (_NONE, _NONE)
 
 
@@ -118,7 +119,9 @@ class Growth:
             step, blocks = self._decode.extend(rows, lengths)
             if self._cache:
                 self._cache.filled[blocks] = 0
-            return self._number([step], lengths, self._no_copying)
+            self.serial += 1
+            self._sign(step, self._groups[0], lengths, _NONE)
+            return step
         plan = self.plan(rows, lengths, counts)
         left = pool.num_free + plan.freed - reserve
         if plan.num_blocks > max(left, 0):
@@ -309,8 +312,8 @@ class Growth:
             token = base + lengths
             starts = np.arange(n + 1)
         else:
-            starts = np.zeros(n + 1, np.int64)
-            starts[1:] = ends = counts.cumsum()
+            ends = counts.cumsum()
+            starts = np.concatenate((_ZERO, ends))
             token = np.repeat(base + (lengths - ends + counts), counts) + np.arange(len(steps[0].slot_mapping))
         entry = token // size
         for step in steps:
@@ -323,20 +326,28 @@ class Growth:
     def _number(self, steps: list[Step], lengths: Ints, copying: list[tuple[Ints, Ints]], cached: int = 0) -> Step:
         """Make one step of the groups' steps, the next one; returns that of the first group."""
         self.serial += 1
-        for tables, step, (copied, _) in zip(self._groups, steps, copying, strict=True):
-            step.num_cached = np.zeros(len(lengths), np.int32)
+        copies = 0
+        for g, step in enumerate(steps):
+            self._sign(step, self._groups[g], lengths, copying[g][0])
+            copies += len(step.copies)
             if cached:
                 step.num_cached.fill(cached)
-            step.block_size, step.num_blocks = self.block_size, self._pool.num_blocks
-            step.sharing = self._pool.sharing and not tables.limited  # a table with holes has no beginning to share
-            step.serial, step.after = self.serial, self.after
-            step.keep_changes(tables, self._requests.lengths, lengths, copied, self._per)
-            if self._per > 1:
-                step.to_kernel_blocks(self._per)
-        if any(len(step.copies) for step in steps):
+        if copies:
             self.after = self.serial
-        steps[0].other_groups = tuple(steps[1:])
+        if len(steps) > 1:
+            steps[0].other_groups = tuple(steps[1:])
         return steps[0]
+
+    def _sign(self, step: Step, tables: BlockTables, lengths: Ints, copied: Ints) -> None:
+        """Give a group's step its number, and what it says of the pool and of changed tables."""
+        pool = self._pool
+        step.num_cached = np.zeros(len(lengths), np.int32)
+        step.block_size, step.num_blocks = self.block_size, pool.num_blocks
+        step.sharing = not tables.limited and pool.sharing  # a table with holes has no beginning to share
+        step.serial, step.after = self.serial, self.after
+        step.keep_changes(tables, self._requests.lengths, lengths, copied, self._per)
+        if self._per > 1:
+            step.to_kernel_blocks(self._per)
 
 
 def _unmap(tables: BlockTables, step: Step, at: Ints, first: Ints, stop: Ints) -> None:

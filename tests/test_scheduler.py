@@ -219,6 +219,28 @@ def test_jobs_join_while_others_run_and_never_the_younger_before_the_older(tiny:
     assert scheduler.running == jobs[1:]
 
 
+def test_the_youngest_is_preempted_so_that_the_order_of_arrival_lasts(tiny: Llama) -> None:
+    scheduler = Scheduler(Engine(tiny, 20, 4, host_blocks=6))
+    jobs = [scheduler.submit(range(3, 9), Samples(1, n, ())) for n in (60, 20, 40, 30)]
+    while not scheduler.idle:
+        scheduler.step()
+        assert [*scheduler.running, *scheduler.waiting] == [job for job in jobs if job.decoder.live]
+    assert scheduler.usage.swapped and scheduler.usage.recomputed
+
+
+def test_sequences_that_differ_begin_again_as_forks_of_each_other(tiny: Llama) -> None:
+    prompt, alone = list(range(3, 13)), Samples(3, 20, (), 2.0, 1)
+    for _ in search(Engine(tiny, 60, 4), prompt, alone):
+        pass
+    scheduler = Scheduler(Engine(tiny, 21, 4), token_budget=9, max_sequences=4)
+    scheduler.submit(range(3, 9), Samples(1, 60, ()))
+    job = scheduler.submit(prompt, Samples(3, 20, (), 2.0, 1))
+    while not scheduler.idle:
+        scheduler.step()
+    assert scheduler.usage.recomputed
+    assert job.decoder.outputs == alone.outputs
+
+
 def test_watermark_keeps_blocks_for_the_growth_of_those_that_run(tiny: Llama) -> None:
     recomputed = []
     for watermark in (0.0, 0.4):

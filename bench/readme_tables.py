@@ -7,6 +7,7 @@ the newest file of each benchmark in `bench/results/` and from nowhere else; `te
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 
@@ -56,18 +57,38 @@ def control_plane() -> str:
     return _with_conditions(content, markdown(["work", "cupaged", "goal", "vLLM", "vLLM / cupaged"], lines))
 
 
+SHOWN = re.compile(r"decode 8 x 2048, .*, dim 128,|prefill 1 x 512, heads 32/8, dim 128,")
+
+
 def cpu_attention() -> str:
+    """Some rows of the file, and the ratios over all of them."""
     content, rows = load(latest("cpu-attention"))
+    few = [row for row in rows if SHOWN.match(row.work) and "blocks of 32" not in row.work]
     others = sorted({name for row in rows for name in row.more.get("peers", {})})
     head = ["call", "time", "GB/s", "of reading", "vLLM / cupaged", *(f"{name} / cupaged" for name in others)]
     lines = []
-    for row in rows:
+    for row in few:
         of_limit = "" if row.of_limit is None else f"{row.of_limit:.2f}"
         rest = [_times(row, row.more.get("peers", {}).get(name)) for name in others]
+        work = row.work.removesuffix(", blocks of 16").replace(", dim 128", "")
         lines.append(
-            [row.work, figure(row.ours, row.unit), figure(row.more.get("gb_s")), of_limit, _times(row, row.peer), *rest]
+            [work, figure(row.ours, row.unit), figure(row.more.get("gb_s")), of_limit, _times(row, row.peer), *rest]
         )
-    return _with_conditions(content, markdown(head, lines))
+    return _with_conditions(content, f"{markdown(head, lines)}\n\n{_over_all(rows)}")
+
+
+def _over_all(rows: list[Row]) -> str:
+    """Geometric mean and least of what peers take, for decode and prefill."""
+    words = []
+    for kind in ("decode", "prefill"):
+        mine = [row for row in rows if row.work.startswith(kind)]
+        for name in ("vLLM", "gather", "sdpa"):
+            theirs = [(row, row.peer if name == "vLLM" else row.more.get("peers", {}).get(name)) for row in mine]
+            ratios = [peer / row.ours for row, peer in theirs if peer is not None]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                words.append(f"{kind}, {name} {mean:.2f} ({min(ratios):.2f} at least, {len(ratios)} rows)")
+    return "Times as long as cupaged over all rows of the file, geometric mean: " + "; ".join(words) + "."
 
 
 def machine_code() -> str:

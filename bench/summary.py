@@ -81,7 +81,7 @@ def _control_plane(short: bool) -> Iterator[Case]:
 
 
 def _cpu(short: bool) -> Iterator[Case]:
-    from .cpu_attention import Peers, configurations, kv_bytes, measure
+    from .cpu_attention import Peers, configurations, figure, measure
 
     def wanted(c: dict[str, Any]) -> bool:
         decode = c["batch"] == 8 and c["context"] == 2048 and c["rows"] == 1
@@ -94,19 +94,14 @@ def _cpu(short: bool) -> Iterator[Case]:
 
     peers = cache(Peers)
     for c in filter(wanted, configurations("all")):
+
+        def run(c: dict[str, Any] = c) -> Row:
+            seconds = measure(c, peers(), 1 if short else 3, 0.05, False)
+            return Row(**figure({"config": c, "seconds": seconds}))
+
         kind = "decode" if c["rows"] == 1 else "prefill"
-        name = f"{kind} {c['batch']} x {c['context']}, heads {c['num_heads']}/{c['num_kv_heads']}, dim {c['head_dim']}, {c['dtype']}"
-
-        def run(c: dict[str, Any] = c, name: str = name) -> Row:
-            t = measure(c, peers(), 1 if short else 3, 0.05, False)
-            us = {who: seconds * 1e6 for who, seconds in t.items()}
-            others = {who: us[who] for who in ("gather", "sdpa") if who in us}
-            decode = c["rows"] == 1
-            more = {**c, "gb_s": kv_bytes(c) / t["ours"] / 1e9, "peers": others}
-            # a prefill is bound by arithmetic: reading says nothing about it
-            return Row("cpu-attention", name, us["ours"], "us", us.get("vllm"), us["read"] if decode else None, more)
-
-        yield Case("cpu-attention", name, run)
+        heads = f"{c['num_heads']}/{c['num_kv_heads']}"
+        yield Case("cpu-attention", f"{kind} {c['batch']} x {c['context']}, heads {heads}, {c['dtype']}", run)
 
 
 def _gpu(short: bool) -> Iterator[Case]:

@@ -77,6 +77,17 @@ def test_a_length_whose_next_token_sees_what_is_gone_is_refused() -> None:
     alloc.check()
 
 
+def test_a_block_that_leaves_its_other_owner_in_the_same_batch_is_written_in_place() -> None:
+    alloc = BlockAllocator(20, 4, [Group(window=2)])
+    alloc.add_request("A", 8)
+    alloc.fork_request("A", ["B"])
+    alloc.truncate("A", 6)
+    alloc.grow("B")  # token 8 sees 7, in the block that is the last of "A"
+    step = alloc.grow_batch(["A", "B"], [1, 1])  # token 9 does not
+    assert len(step.copies) == 0 and step.block_tables.tolist() == [[-1, 1, -1], [-1, -1, 2]]
+    alloc.check()
+
+
 def test_a_request_without_new_tokens_keeps_its_blocks() -> None:
     alloc = BlockAllocator(20, 2, [Group(window=2)])
     alloc.add_request("A", 8)
@@ -143,6 +154,21 @@ def test_a_prompt_is_found_up_to_where_every_group_has_what_the_next_token_sees(
     chain = alloc._cache.match(alloc._cache.root(None, False), tokens, 19)[0]
     served, columns = alloc._companions.serve(chain, tokens)
     assert columns == 7 and [len(hits) for hits in served] == [7, 2]
+
+
+def test_events_speak_of_the_group_that_keeps_the_chain() -> None:
+    alloc = BlockAllocator(12, 2, [Group(window=4), Group()], prefix_caching=True, record_events=True)
+    tokens = np.arange(8, dtype=np.int32)
+    alloc.add_request("A", token_ids=tokens)
+    alloc.commit(["A"], tokens)
+    stored = alloc.take_events()
+    assert (
+        [event.kind for event in stored] == ["stored"] and len(stored[0].serials) == 4 and stored[0].parents.min() > 0
+    )
+    alloc.free_request("A")
+    alloc.add_request("B", 12)
+    removed = np.concatenate([event.serials for event in alloc.take_events()])
+    assert sorted(removed.tolist()) == stored[0].serials.tolist()
 
 
 def test_tokens_of_a_partly_equal_block_are_not_copied_with_several_groups() -> None:

@@ -23,8 +23,6 @@ constexpr int kRowBytes = ((kHeadBytes + 15) / 16 | 1) * 16;  // of a tile in sh
 constexpr int kElems = kHeadDim >= 128 ? 4 : 2;               // of V that a lane reads at once
 constexpr int kPieces = (kHeadDim + 32 * kElems - 1) / (32 * kElems);
 constexpr int kRowFloats = kRows <= 2 ? kRows : (kRows / 4 | 1) * 4;  // probabilities of one token
-// Blocks that a multiprocessor shall hold: as many as registers allow without spilling. The host counts on it.
-constexpr int kMinBlocks = kRows * (kPieces * kElems + 2) <= 32 ? 3 : 2;
 constexpr int kTileBytes = kTokens * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes > kRows * kHeadDim * 4 ? 2 * kTileBytes : kRows * kHeadDim * 4;
 constexpr int kWarpBytes = kStageBytes + (kTokens * kRowFloats * 4 + 15) / 16 * 16;

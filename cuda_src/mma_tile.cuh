@@ -18,11 +18,23 @@ constexpr int kGroups = kTokens / 16;  // of keys
 using Scores = float[kGroups][kRowTiles][4];
 using Sums = float[kSteps][kRowTiles][4];
 
-// What this lane's rows, 2c and 2c + 1 of each row tile, have seen so far.
+// What this lane's rows, 2c and 2c + 1 of each row tile, have seen so far. Where a logit is nothing but a score times a scale, it
+// is left as the score: probabilities are 2^(score * scale - base), one multiply-add, which rounds once, where the scale would
+// round by the size of the logit. Any base near the largest logit is right as long as all sums are over the same, so it may be
+// rounded.
+constexpr bool kScoresAsLogits = !kSoftcap && !kAlibi;
 struct RowState {
-  float scale[kRowTiles][2];
-  float max[kRowTiles][2];  // natural logits; the same in all lanes of a row
-  float sum[kRowTiles][2];  // of this lane's keys only
+  float scale[kRowTiles][2];  // of scores; with kScoresAsLogits to units of base 2
+  float max[kRowTiles][2];    // of logits, or of the scores in their place; the same in all lanes of a row
+  float sum[kRowTiles][2];    // of this lane's keys only
+
+  // What probabilities are over. A product on its own, not fused: it must be the same number wherever it is taken.
+  __device__ __forceinline__ float base(int t, int h, float top) const {
+    return kScoresAsLogits ? __fmul_rn(top, scale[t][h]) : top;
+  }
+  __device__ __forceinline__ float probability(int t, int h, float logit, float base) const {
+    return kScoresAsLogits ? exp2_approx(fmaf(logit, scale[t][h], -base)) : exp_above(logit, base);
+  }
 };
 
 // Where this lane's row of an ldmatrix over 16 keys and one or two units lies. Matrices of K, in the order of the operand's
@@ -83,7 +95,8 @@ __device__ __forceinline__ void scores(SharedAddress from, const Query& query, S
   }
 }
 
-// Logits from scores: scale, soft cap, bias, and -inf where a row may not see a key. `mapped`: tokens that have memory.
+// Logits, or scores in their place: scale, soft cap, bias, and -inf where a row may not see a key. `mapped`: tokens that have
+// memory.
 __device__ __forceinline__ void to_logits(const Params& p, const Row* rows, int start, bool clean, Mask mapped,
                                           const RowState& state, Scores& s) {
   const int lane = threadIdx.x % 32;
@@ -98,7 +111,7 @@ __device__ __forceinline__ void to_logits(const Params& p, const Row* rows, int 
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
           const int key = i * 16 + v * 8 + lane / 4, token = start + key;
-          float x = s[i][t][2 * v + h] * state.scale[t][h];
+          float x = kScoresAsLogits ? s[i][t][2 * v + h] : s[i][t][2 * v + h] * state.scale[t][h];
           if (kSoftcap) x = p.softcap * tanhf(x / p.softcap);
           if (kAlibi) x = fmaf(row.slope, float(token - row.position), x);
           if (!clean) x = mapped >> key & 1 && token >= row.lo && token < row.hi ? x : negative_infinity();
@@ -132,7 +145,8 @@ __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, u
       float shrink[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        shrink[h] = exp_above(state.max[t][h], anchor(top[t][h]));
+        const float before = state.base(t, h, state.max[t][h]), after = state.base(t, h, anchor(top[t][h]));
+        shrink[h] = kScoresAsLogits ? exp2_approx(before - after) : exp_above(before, after);
         state.max[t][h] = top[t][h];
         state.sum[t][h] *= shrink[h];
       }
@@ -145,12 +159,14 @@ __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, u
   }
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
-    const float base[2] = {anchor(state.max[t][0]), anchor(state.max[t][1])};
+    float base[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) base[h] = state.base(t, h, anchor(state.max[t][h]));
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        s[i][t][v] = exp_above(s[i][t][v], base[v % 2]);
+        s[i][t][v] = state.probability(t, v % 2, s[i][t][v], base[v % 2]);
         state.sum[t][v % 2] += s[i][t][v];
       }
       b[i][t][0] = movmatrix_trans(pack(s[i][t][0], s[i][t][1]));
@@ -216,7 +232,7 @@ __device__ __forceinline__ void reset(const float* scales, RowState& state, Sums
   for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      state.scale[t][h] = scales[t * 8 + lane % 4 * 2 + h];
+      state.scale[t][h] = scales[t * 8 + lane % 4 * 2 + h] * (kScoresAsLogits ? kLog2e : 1.0f);
       state.max[t][h] = negative_infinity();
       state.sum[t][h] = 0.0f;
     }
@@ -237,7 +253,7 @@ __device__ __forceinline__ void leave(RowState& state, const Sums& sums, Softmax
 #pragma unroll
       for (int flip = 4; flip < 32; flip *= 2) state.sum[t][h] += __shfl_xor_sync(kAllLanes, state.sum[t][h], flip);
       const int row = t * 8 + c * 2 + h;
-      if (g == 0) states[row] = {state.max[t][h], state.sum[t][h]};
+      if (g == 0) states[row] = {state.base(t, h, state.max[t][h]) * (kScoresAsLogits ? kLn2 : 1.0f), state.sum[t][h]};
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) {
 #pragma unroll

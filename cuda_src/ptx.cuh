@@ -154,6 +154,12 @@ __device__ __forceinline__ float rcp_approx(float x) {
 __device__ __forceinline__ void split_halves(unsigned x, unsigned short& low, unsigned short& high) {
   asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(x));
 }
+// The bits of `one` where `mask` has a 1, those of `zero` elsewhere.
+__device__ __forceinline__ unsigned bitwise_choice(unsigned mask, unsigned one, unsigned zero) {
+  unsigned y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(y) : "r"(mask), "r"(one), "r"(zero));
+  return y;
+}
 #if __CUDA_ARCH__ >= 890
 // Two e4m3 values to two halves: the low byte to the low half. Exact.
 __device__ __forceinline__ unsigned e4m3x2_to_half2(unsigned short pair) {

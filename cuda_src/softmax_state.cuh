@@ -6,7 +6,7 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 

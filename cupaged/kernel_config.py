@@ -80,8 +80,8 @@ def rows_for(head_dim: int, group: int, num_queries: int) -> int:
 def decode_config(info: DeviceInfo, head_dim: int, dtype: str, kv_dtype: str, rows: int) -> KernelConfig:
     """The constants of decode.cu and what they cost; decode.cu asserts `kSharedBytes`."""
     item = numpy_dtype(kv_dtype).itemsize
-    tile = 32
-    while tile > 8 and 2 * tile * head_dim * item > 8192:
+    tile, most = 32, 8192 if info.arch < 80 else 16384  # bytes of a tile; without cp.async they pass through registers
+    while tile > 8 and 2 * tile * head_dim * item > most:
         tile //= 2
     warps = 4
     while warps > 1 and _decode_bytes(head_dim, item, most_rows(head_dim), tile, warps) > info.shared_per_block:
@@ -89,11 +89,11 @@ def decode_config(info: DeviceInfo, head_dim: int, dtype: str, kv_dtype: str, ro
     shared = _decode_bytes(head_dim, item, rows, tile, warps)
     elements = 4 if head_dim >= 128 else 2
     sums = rows * (-(-head_dim // (32 * elements)) * elements + 2)  # output, and the largest logit and sum of each row
-    by_registers = 3 if sums <= 32 else 2  # decode.cu's kMinBlocks
+    by_registers = 3 if sums <= 32 else 2  # as many as do without spilling
     resident = max(1, min(by_registers, info.shared_per_sm // (shared + 1024)))  # the system takes 1 KiB a block
     defines: dict[str, int | str] = {
         "kHeadDim": head_dim, "kQueryType": CUDA_TYPES[dtype], "kCacheType": CUDA_TYPES[kv_dtype],
-        "kRows": rows, "kTokens": tile, "kWarps": warps, "kSharedBytes": shared,
+        "kRows": rows, "kTokens": tile, "kWarps": warps, "kSharedBytes": shared, "kMinBlocks": resident,
     }  # fmt: skip
     return KernelConfig("decode", rows, tile, warps, shared, resident, (0, MANY), tuple(defines.items()))
 
@@ -141,8 +141,8 @@ def prefill_config(
         ring = stages * 2 * tile * _row_bytes(head_dim * item)
         return -(-fixed // 128) * 128 + max(ring, rows * (head_dim + 4) * 4, queries if in_registers else 0)
 
-    # two blocks of four warps on a multiprocessor if tiles of 64 tokens allow it
-    tile = 64 if 2 * (shared_bytes(64, 4) + 1024) <= info.shared_per_sm else 32
+    # two blocks of four warps on a multiprocessor if tiles of 64 tokens allow it; wider rows leave no registers for so many scores
+    tile = 64 if head_dim <= 128 and 2 * (shared_bytes(64, 4) + 1024) <= info.shared_per_sm else 32
     warps = 2 if most <= 32 else 4 if most < 256 else 8  # 2: threads enough to fetch the pages of a tile
     while warps > 2 and shared_bytes(tile, warps) > info.shared_per_block:
         warps //= 2

@@ -106,6 +106,7 @@ SIMT_INLINE unsigned e4m3x2_to_half2(unsigned short pair) {
   __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);
   return unsigned(h.x) | unsigned(h.y) << 16;
 }
+SIMT_INLINE unsigned bitwise_choice(unsigned mask, unsigned one, unsigned zero) { return (mask & one) | (~mask & zero); }
 SIMT_INLINE void split_halves(unsigned x, unsigned short& low, unsigned short& high) {
   low = (unsigned short)x;
   high = (unsigned short)(x >> 16);

@@ -102,6 +102,9 @@ WRAPPERS = {
         ("y0", "y1", "x1"),
         volatile=False,
     ),
+    "bitwise_choice": Wrapper(
+        "U(0, bitwise_choice(u(1), u(2), u(3)));", "lop3.b32 {}, {}, {}, {}, 0xca;", ("y0", "x1", "x2", "x3"), volatile=False
+    ),
     "movmatrix_trans": Wrapper(
         "U(0, movmatrix_trans(u(1)));", "movmatrix.sync.aligned.m8n8.trans.b16 {}, {};", ("y0", "x1"), arch=75
     ),

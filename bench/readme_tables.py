@@ -10,10 +10,11 @@ import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from cupaged.study.report import PAPER_SHARED, PAPER_USEFUL
 
-from .results import FOLDER, Row, conditions, latest, load
+from .results import FOLDER, Row, conditions, latest, load, of_each_machine
 
 README = FOLDER.parents[1] / "README.md"
 _PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -61,8 +62,13 @@ SHOWN = re.compile(r"decode 8 x 2048, .*, dim 128,|prefill 1 x 512, heads 32/8, 
 
 
 def cpu_attention() -> str:
+    """The newest run of each machine."""
+    return "\n\n".join(map(_cpu_attention, of_each_machine("cpu-attention")))
+
+
+def _cpu_attention(path: Path) -> str:
     """Some rows of the file, and the ratios over all of them."""
-    content, rows = load(latest("cpu-attention"))
+    content, rows = load(path)
     few = [row for row in rows if SHOWN.match(row.work) and "blocks of 32" not in row.work]
     others = sorted({name for row in rows for name in row.more.get("peers", {})})
     head = ["call", "time", "GB/s", "of reading", "vLLM / cupaged", *(f"{name} / cupaged" for name in others)]
@@ -70,9 +76,17 @@ def cpu_attention() -> str:
     for row in few:
         of_limit = "" if row.of_limit is None else f"{row.of_limit:.2f}"
         rest = [_times(row, row.more.get("peers", {}).get(name)) for name in others]
+        decode = row.work.startswith("decode")  # a prefill is not bound by reading
         work = row.work.removesuffix(", blocks of 16").replace(", dim 128", "")
         lines.append(
-            [work, figure(row.ours, row.unit), figure(row.more.get("gb_s")), of_limit, _times(row, row.peer), *rest]
+            [
+                work,
+                figure(row.ours, row.unit),
+                figure(row.more.get("gb_s")) if decode else "",
+                of_limit,
+                _times(row, row.peer),
+                *rest,
+            ]
         )
     return _with_conditions(content, f"{markdown(head, lines)}\n\n{_over_all(rows)}")
 

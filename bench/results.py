@@ -147,6 +147,19 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return content, [Row(**{name: value for name, value in row.items() if name in known}) for row in content["rows"]]
 
 
+def of_each_machine(name: str, folder: Path = FOLDER) -> list[Path]:
+    """The newest result file of a name from each processor, the newest first. Raises FileNotFoundError when there is none."""
+    found: dict[str, tuple[str, Path]] = {}
+    for path in folder.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.json"):
+        content = json.loads(path.read_text())
+        processor = content["machine"]["processor"]
+        found[processor] = max(found.get(processor, ("", path)), (content["date"], path))
+    if not found:
+        raise FileNotFoundError(f"no {name}-DATE.json in {folder}")
+    by_name = sorted(found.values(), key=lambda one: one[1])
+    return [path for _, path in sorted(by_name, key=lambda one: one[0], reverse=True)]
+
+
 def latest(name: str, folder: Path = FOLDER) -> Path:
     """The newest result file of a name. Raises FileNotFoundError when there is none."""
     found = sorted(folder.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.json"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.record import record
-from bench.results import Row, latest, load, save, table
+from bench.results import Row, latest, load, of_each_machine, save, table
 
 
 def test_ratio_and_part_of_the_limit_say_how_much_faster_than_the_peer_and_how_near_the_limit() -> None:
@@ -61,3 +61,13 @@ def test_what_a_command_prints_is_kept_unless_it_fails(tmp_path: Path) -> None:
     path.unlink()
     assert record("failed", [sys.executable, "-c", "print(1); raise SystemExit(3)"], folder=tmp_path) == 3
     assert not list(tmp_path.iterdir())
+
+
+def test_each_machine_shows_its_newest_run(tmp_path: Path) -> None:
+    for name, date, processor in (
+        ("cpu-2026-01-02", "2026-01-02", "one"), ("cpu-2026-03-01-other", "2026-03-01", "other"), ("cpu-2026-02-01", "2026-02-01", "one"),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": date, "machine": {"processor": processor}}))
+    assert [path.stem for path in of_each_machine("cpu", tmp_path)] == ["cpu-2026-03-01-other", "cpu-2026-02-01"]
+    with pytest.raises(FileNotFoundError):
+        of_each_machine("gpu", tmp_path)

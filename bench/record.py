@@ -23,7 +23,8 @@ def record(name: str, command: list[str], last: int = 0, folder: Path = FOLDER) 
             print(line, end="", flush=True)
             lines.append(line.rstrip())
     if running.returncode == 0:
-        content = describe(name, " ".join(command))
+        program = "python" if command[0] == sys.executable else command[0]
+        content = describe(name, " ".join([program, *command[1:]]))
         head = [f"# {content['command']}", f"# {conditions(content)}"]
         path = folder / f"{name}-{content['date']}.txt"
         path.write_text("\n".join(head + lines[-last or None :]) + "\n")

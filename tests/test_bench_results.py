@@ -56,7 +56,7 @@ def test_what_a_command_prints_is_kept_unless_it_fails(tmp_path: Path) -> None:
     assert record("said", say, last=2, folder=tmp_path) == 0
     (path,) = tmp_path.iterdir()
     lines = path.read_text().splitlines()
-    assert path.name.startswith("said-20") and lines[0].startswith("# ") and "cores of" in lines[1]
+    assert path.name.startswith("said-20") and lines[0].startswith("# python -c ") and "cores of" in lines[1]
     assert lines[2:] == ["two", "three"]
     path.unlink()
     assert record("failed", [sys.executable, "-c", "print(1); raise SystemExit(3)"], folder=tmp_path) == 3

@@ -170,11 +170,13 @@ def memory(name: str = "sharegpt") -> str:
 
 
 def verbatim(name: str) -> Callable[[], str]:
-    """What a command printed, its first line the command."""
+    """What a command printed, its first line the command, long lines cut."""
 
     def text() -> str:
         found = sorted(FOLDER.glob(f"{name}-[0-9][0-9][0-9][0-9]-*.txt"))
-        return f"```\n{found[-1].read_text().rstrip()}\n```"
+        lines = found[-1].read_text().rstrip().splitlines()
+        short = [line if len(line) <= 128 else line[:125] + "..." for line in lines]
+        return "\n".join(["```", *short, "```"])
 
     return text
 

@@ -16,7 +16,7 @@ from . import attention, reference
 from .arrays import Array
 from .checks import check_caches, check_result, check_rows, metadata_arrays, per_head, scales
 
-PARTITION_SIZE = 512  # tokens of one partition of v2; cuda.py's CLASSIC_PARTITION
+PARTITION_SIZE = 512  # tokens of one partition of v2; CLASSIC_PARTITION of cuda_structs.py
 
 
 @dataclass(frozen=True, slots=True)

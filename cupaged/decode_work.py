@@ -13,39 +13,12 @@ from typing import Any
 import numpy as np
 
 from .arrays import Array
+from .cuda_upload import PinnedRing
 from .kernel_config import FEW_ROWS, KernelConfig, attention_kernels
 from .launcher import Launcher
 from .plan import Bounds, Plan, PlanOptions
 from .schedule import Schedule, make_schedule
 from .shared_work import SharedWork, shared_work
-
-
-class PinnedRing:
-    """Page-locked buffers that are refilled in turn, each only after the copy out of it has run."""
-
-    def __init__(self, launcher: Launcher, slots: int = 4) -> None:
-        self._launcher = launcher
-        self._buffers: list[Array | None] = [None] * slots
-        self._events: list[Any] = [None] * slots
-        self._next = 0
-
-    def stage(self, num_bytes: int) -> Array:
-        """A uint8 buffer of at least `num_bytes`, free to be filled."""
-        if self._events[self._next] is not None:
-            self._launcher.synchronize(self._events[self._next])
-            self._events[self._next] = None
-        buffer = self._buffers[self._next]
-        if buffer is None or len(buffer) < num_bytes:
-            buffer = self._buffers[self._next] = self._launcher.pinned(max(2 * num_bytes, 4096))
-        return buffer
-
-    def send(self, to: Array, num_bytes: int) -> None:
-        """Copy the staged bytes to the start of the device buffer `to`, on the current stream."""
-        buffer = self._buffers[self._next]
-        assert buffer is not None
-        self._launcher.copy_async(to[:num_bytes], buffer[:num_bytes])
-        self._events[self._next] = self._launcher.record()
-        self._next = (self._next + 1) % len(self._buffers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""How host arrays get to a device without a wait: through page-locked buffers that are used in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import Array
+from .launcher import Launcher
+
+
+class PinnedRing:
+    """Page-locked buffers that are refilled in turn, each only after the copy out of it has run."""
+
+    def __init__(self, launcher: Launcher, slots: int = 4) -> None:
+        self._launcher = launcher
+        self._buffers: list[Array | None] = [None] * slots
+        self._events: list[Any] = [None] * slots
+        self._next = 0
+
+    def stage(self, num_bytes: int) -> Array:
+        """A uint8 buffer of at least `num_bytes`, free to be filled."""
+        if self._events[self._next] is not None:
+            self._launcher.synchronize(self._events[self._next])
+            self._events[self._next] = None
+        buffer = self._buffers[self._next]
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._buffers[self._next] = self._launcher.pinned(max(2 * num_bytes, 4096))
+        return buffer
+
+    def send(self, to: Array, num_bytes: int) -> None:
+        """Copy the staged bytes to the start of the device buffer `to`, on the current stream."""
+        buffer = self._buffers[self._next]
+        assert buffer is not None
+        self._launcher.copy_async(to[:num_bytes], buffer[:num_bytes])
+        self._events[self._next] = self._launcher.record()
+        self._next = (self._next + 1) % len(self._buffers)
+
+
+class DeviceSide:
+    """What all operations on one device need: its launcher, and a way there for host arrays."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self._ring = PinnedRing(launcher)
+
+    def _upload(self, x: Array) -> Array:
+        """A host array on the device; a device array as it is."""
+        if type(x) is not np.ndarray:
+            return x
+        there = self.launcher.empty(x.shape, x.dtype)
+        self._ring.stage(x.nbytes)[: x.nbytes].view(x.dtype)[:] = x.reshape(-1)
+        self._ring.send(there.reshape(-1).view(np.uint8), x.nbytes)
+        return there

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from bench.compare import regressions, relative
+from bench.compare import confirmed, regressions, relative
 from bench.results import Row
 
 
@@ -26,6 +26,19 @@ def test_works_of_one_name_in_two_groups_are_two() -> None:
     saved = [row("decode", 1.0), row("decode", 10.0, group="cpu-attention")]
     assert regressions(saved, [row("decode", 10.0, group="cpu-attention")]) == []
     assert len(regressions(saved, [row("decode", 10.0)])) == 1
+
+
+def test_only_what_a_second_measurement_shows_as_well_is_a_regression() -> None:
+    saved = [row("noisy", 1.0), row("slow", 1.0), row("fine", 1.0)]
+    asked: list[str] = []
+
+    def again(slow: Row) -> Row:
+        asked.append(slow.work)
+        return row(slow.work, {"noisy": 1.1, "slow": 1.6}[slow.work])
+
+    lines = confirmed(saved, [row("noisy", 1.5), row("slow", 1.4), row("fine", 1.2)], again)
+    assert asked == ["noisy", "slow"], "what was not slow is not measured again"
+    assert len(lines) == 1 and lines[0].startswith("control-plane: slow: 1.60 times")
 
 
 def from_list(values: list[float]) -> Callable[[], float]:

@@ -1,7 +1,7 @@
-"""README's tables, from the result files: `python -m bench.readme_tables` (or `make docs`).
+"""The tables of README.md and docs/benchmarks.md, from the result files: `python -m bench.readme_tables` (or `make docs`).
 
-A table stands in README.md between `<!-- table: NAME -->` and `<!-- end of table -->`; what is between them is replaced. Figures come from
-the newest file of each benchmark in `bench/results/` and from nowhere else; `tests/test_docs.py` asserts that README is current.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; what is between them is replaced. Figures come from
+the newest file of each benchmark in `bench/results/` and from nowhere else; `tests/test_docs.py` asserts that both are current.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cupaged.study.report import PAPER_SHARED, PAPER_USEFUL
 
 from .results import FOLDER, Row, conditions, latest, load, of_each_machine
 
-README = FOLDER.parents[1] / "README.md"
+PAGES = tuple(FOLDER.parents[1] / name for name in ("README.md", "docs/benchmarks.md"))
 _PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -62,8 +62,20 @@ SHOWN = re.compile(r"decode 8 x 2048, .*, dim 128,|prefill 1 x 512, heads 32/8, 
 
 
 def cpu_attention() -> str:
-    """The newest run of each machine."""
-    return "\n\n".join(map(_cpu_attention, of_each_machine("cpu-attention")))
+    """The newest run of all."""
+    return _cpu_attention(of_each_machine("cpu-attention")[0])
+
+
+def cpu_attention_elsewhere() -> str:
+    """The newest run of each other machine."""
+    return "\n\n".join(map(_cpu_attention, of_each_machine("cpu-attention")[1:]))
+
+
+def planning() -> str:
+    """Host time of planning and of a planned call."""
+    content, rows = load(latest("planning"))
+    lines = [[row.work, figure(row.ours, row.unit), figure(row.limit, row.unit if row.limit else "")] for row in rows]
+    return _with_conditions(content, markdown(["work", "time", "goal"], lines))
 
 
 def _cpu_attention(path: Path) -> str:
@@ -195,6 +207,8 @@ def _with_conditions(content: dict, table: str) -> str:
 TABLES = {
     "control-plane": control_plane,
     "cpu-attention": cpu_attention,
+    "cpu-attention-elsewhere": cpu_attention_elsewhere,
+    "planning": planning,
     "machine-code": machine_code,
     "memory": memory,
     "demo": verbatim("demo"),
@@ -209,10 +223,11 @@ def rendered(text: str) -> str:
 
 
 def main() -> None:
-    text = README.read_text()
-    new = rendered(text)
-    README.write_text(new)
-    print("README.md is current" if new == text else "README.md: tables written")
+    for page in PAGES:
+        text = page.read_text()
+        new = rendered(text)
+        page.write_text(new)
+        print(f"{page.name}: {'is current' if new == text else 'tables written'}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from cupaged.cuda import Backend
 from cupaged.cuda_structs import classic_defines
 from cupaged.kernels import Specialisation, compile_cubin, source_dir
 from cupaged.launcher import DeviceInfo
-from cupaged.plan import plan_options
 
 # bytes of shared memory per block and per multiprocessor: CUDA C++ Programming Guide, table of compute capabilities
 SHARED = {75: (64, 64), 80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228), 100: (227, 228), 120: (99, 100)}
@@ -53,9 +53,11 @@ def compile_everything() -> None:
     for i, arch in enumerate(SHARED):
         compiler, start = Compiler(arch), time.monotonic()
         dtype, kv_dtype = TYPES[i % len(TYPES)]
-        for types, queries in (((dtype, kv_dtype), 8), (("float32", None), 1)):
-            options = plan_options(32, 8, 128, *types, None, None, None, True)
-            Backend(compiler).warmup(options, queries, False, False)  # type: ignore[arg-type]
+        module = sys.modules[cupaged.warmup.__module__]
+        with mock.patch.object(module, "current_backend", lambda: Backend(compiler)):  # noqa: B023
+            shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+            cupaged.warmup(**shape, dtype=dtype, kv_dtype=kv_dtype, max_queries=8)
+            cupaged.warmup(**shape, dtype="float32")
         for partition in (0, 512):
             compiler.get(
                 "classic_attention", "classic.cu", classic_defines(dtype, kv_dtype or dtype, 128, 16, partition)

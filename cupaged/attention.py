@@ -110,11 +110,12 @@ def paged_attention(
             raise ValueError(f"q: expected {expected} rows, as many as {source}, got {len(q)}")
     else:
         metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
-    return attend_pages(
+    result, _ = attend_pages(
         q, pages, metadata, plan, scale=scale, causal=causal, window=window, chunk=chunk, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits, share_prefix=share_prefix,
         out=out, lse=lse, return_lse=return_lse,
     )  # fmt: skip
+    return result
 
 
 def attend_pages(
@@ -137,8 +138,8 @@ def attend_pages(
     out: Array | None = None,
     lse: Array | None = None,
     return_lse: bool = False,
-) -> Any:
-    """`paged_attention` behind the checks that a step's layers share: of caches, of metadata values.
+) -> tuple[Any, Attention]:
+    """`paged_attention` behind the checks that a step's layers share: of caches, of metadata values. Also returns the call it made.
 
     `q` has passed `check_rows`, `pages` are what `check_caches` returns, and `metadata` are block tables, lengths and query starts.
     """
@@ -193,20 +194,17 @@ def attend_pages(
         check_result(lse, "lse", q.shape[:2], np.dtype(np.float32), q)
     elif return_lse:
         lse = empty_beside(q, q.shape[:2], np.float32)
+    tables, lens, starts = metadata
+    call = Attention(
+        q=q, k_pages=k_pages, v_pages=v_pages, block_tables=tables, seq_lens=lens, query_start_loc=starts,
+        scale=scale, causal=bool(causal), window=window, chunk=chunk, softcap=None if softcap is None else float(softcap),
+        alibi_slopes=per_head(alibi_slopes, "alibi_slopes", num_heads, q), sinks=per_head(sinks, "sinks", num_heads, q),
+        k_scale=scales(k_scale, "k_scale", num_kv_heads, q), v_scale=scales(v_scale, "v_scale", num_kv_heads, q),
+        kv_dtype=kv_dtype, num_splits=num_splits, plan=plan, out=out, lse=lse, share_prefix=bool(share_prefix),
+    )  # fmt: skip
     if num_tokens:
-        tables, lens, starts = metadata
-        backend_of(q).paged_attention(
-            Attention(
-                q=q, k_pages=k_pages, v_pages=v_pages, block_tables=tables, seq_lens=lens, query_start_loc=starts,
-                scale=scale, causal=bool(causal), window=window, chunk=chunk,
-                softcap=None if softcap is None else float(softcap),
-                alibi_slopes=per_head(alibi_slopes, "alibi_slopes", num_heads, q),
-                sinks=per_head(sinks, "sinks", num_heads, q),
-                k_scale=scales(k_scale, "k_scale", num_kv_heads, q), v_scale=scales(v_scale, "v_scale", num_kv_heads, q),
-                kv_dtype=kv_dtype, num_splits=num_splits, plan=plan, out=out, lse=lse, share_prefix=bool(share_prefix),
-            )
-        )  # fmt: skip
-    return (out, lse) if return_lse else out
+        backend_of(q).paged_attention(call)
+    return (out, lse) if return_lse else out, call
 
 
 def write_kv(
@@ -255,8 +253,11 @@ def write_pages(
     layout: str = "HND",
     k_scale: float | Array = 1.0,
     v_scale: float | Array = 1.0,
-) -> None:
-    """`write_kv` behind the checks that a step's layers share: of caches, of slot values; `k` has passed `check_rows`."""
+) -> WriteKV:
+    """`write_kv` behind the checks that a step's layers share: of caches, of slot values; `k` has passed `check_rows`.
+
+    Returns the call it made.
+    """
     k_pages, v_pages, kv_dtype = pages
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(f"v: expected shape {k.shape} and dtype {k.dtype} as k has, got {v.shape} and {v.dtype}")
@@ -269,14 +270,14 @@ def write_pages(
         raise ValueError(
             f"k: expected [num_tokens, {num_kv_heads}, {head_dim}] to match the cache, got {k.shape}; is the layout right?"
         )
+    call = WriteKV(
+        k=k, v=v, k_pages=k_pages, v_pages=v_pages, slot_mapping=slots,
+        k_scale=scales(k_scale, "k_scale", num_kv_heads, k), v_scale=scales(v_scale, "v_scale", num_kv_heads, k),
+        kv_dtype=kv_dtype, layout=layout,
+    )  # fmt: skip
     if len(slots):
-        backend_of(k, classic=layout == "classic").write_kv(
-            WriteKV(
-                k=k, v=v, k_pages=k_pages, v_pages=v_pages, slot_mapping=slots,
-                k_scale=scales(k_scale, "k_scale", num_kv_heads, k), v_scale=scales(v_scale, "v_scale", num_kv_heads, k),
-                kv_dtype=kv_dtype, layout=layout,
-            )
-        )  # fmt: skip
+        backend_of(k, classic=layout == "classic").write_kv(call)
+    return call
 
 
 def merge_states(outs: Any, lses: Any, sinks: Array | None = None) -> tuple[Array, Array]:

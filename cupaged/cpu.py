@@ -23,22 +23,26 @@ except ImportError:
     raise ImportError("numba is not installed: pip install 'cupaged[cpu]'") from None
 
 from .cpu_cache import WRITE_ARRAYS, WRITE_FIELDS, copy_kernel, write_kernel
+from .cpu_call import PARAMS, RECORD_BYTES, ROOMS, WRITE_BYTES, attend, write
 from .cpu_decode import decode_kernel
 from .cpu_formats import KV_CODES
 from .cpu_prefill import prefill_kernel
 from .cpu_tiles import allowed
-from .cpu_vector import call_worker, entry
-from .cpu_work import ARRAYS, FIELDS, PACKING, SCRATCH_BYTES, kernels_needed, plan, resolve
+from .cpu_vector import call_worker, entry, parallel_entry
+from .cpu_work import ARRAYS, FIELDS, PACKING, QUEUE_BYTES, SCRATCH_BYTES, kernels_needed, plan, resolve
+from .plan import Plan
 
-_SERIAL_COST = 1 << 16  # products of a query with a key element; waking threads costs about as much
+_SERIAL_COST = 1 << 17  # products of a query with a key element; below, waking threads costs more than they save
 _SERIAL_ELEMENTS = 1 << 15  # the same for elements to write
 _KINDS = {"f": 0, "e": 1, "E": 2}  # by the dtype's char: float32, float16, bfloat16
-_PARTIALS, _TICKETS, _WORKERS = (FIELDS.index(name) for name in ("partials", "tickets", "workers"))
+_ZEROS, _WORK, _PARTIALS, _TICKETS, _SCRATCH, _QUEUES, _WORKERS = (
+    FIELDS.index(name) for name in ("zeros", "work", "partials", "tickets", "scratch", "queues", "workers")
+)
 _call, _write = struct.Struct(PACKING), struct.Struct("q" * len(WRITE_FIELDS))
 _threads_free = threading.Lock()
 
 
-@numba.njit(parallel=True, nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@parallel_entry
 def _run_parallel(kernel: int, params: int, workers: int) -> None:
     for number in numba.prange(workers):
         call_worker(kernel, params, number)
@@ -66,33 +70,37 @@ class _Workspace(threading.local):
     """Memory that outlives a call, one set for each Python thread."""
 
     def __init__(self) -> None:
-        self.params: Any = np.zeros(max(_call.size, _write.size) // 8, np.int64)
+        self.params: Any = np.zeros(PARAMS, np.int64)
         self.where = address(self.params)
-        self.zeros = np.zeros(256, np.float32)  # the row of a key that is not there
-        self.no_key = address(self.zeros)
-        self._rooms: dict[str, tuple[Array, int, int]] = {}
+        self._rooms: dict[str, Array] = {}
+        self.no_key = self.room("zeros", 1024)  # the row of a key that is not there
 
     def room(self, name: str, size: int) -> int:
         """The address of at least `size` bytes, aligned to a cache line; twice as much as before when that was too small.
 
-        New memory is zero: tickets rely on it, and whoever takes the last one sets it back.
+        New memory is zero: tickets rely on it, and whoever takes the last one sets it back. Compiled code finds it in `params`.
         """
-        _, held, begin = self._rooms.get(name, (None, 0, 0))
+        at = RECORD_BYTES // 8 + 2 * ROOMS.index(name)
+        begin, held = self.params[at : at + 2].tolist()
         if held < size:
             held = max(size, 2 * held)
-            array = np.zeros(held + 64, np.uint8)
+            self._rooms[name] = array = np.zeros(held + 64, np.uint8)
             begin = address(array) + -address(array) % 64
-            self._rooms[name] = array, held, begin
-        return begin
+            self.params[at : at + 2] = begin, held
+        return int(begin)
 
 
 _workspace = _Workspace()
+_kernels = np.zeros((len(KV_CODES), 8), np.int64)  # addresses of compiled workers, by the format of the pages
+_kernels_of = {kv: address(row) for kv, row in enumerate(_kernels)}
 
 
 @cache
 def _kernel(kv: int, kernel: int) -> int:
     """The address of a compiled worker."""
-    return int((decode_kernel(kv, kernel) if kernel < 5 else prefill_kernel(kv, kernel - 5)).address)
+    found = int((decode_kernel(kv, kernel) if kernel < 5 else prefill_kernel(kv, kernel - 5)).address)
+    _kernels[kv, kernel] = found
+    return found
 
 
 @cache
@@ -100,25 +108,33 @@ def _write_kernel(kind: int, kv: int) -> int:
     return int(write_kernel(kind, kv).address)
 
 
-def paged_attention(call: Attention) -> None:
-    """Attention of a checked call on NumPy arrays, classic layout excepted. Every row of `call.out` and `call.lse` is written."""
+def _pack(params: Any, call: Attention) -> None:
+    """The record of a call, in which arrays are ids yet."""
     q, out, lse, k, v, tables = call.q, call.out, call.lse, call.k_pages, call.v_pages, call.block_tables
-    num_seqs = len(tables)
     num_heads, head_dim = q.shape[1:]
     _, num_kv_heads, block_size, _ = k.shape
-    own, threads = _workspace, numba.get_num_threads()
-    params, where = own.params, own.where
     _call.pack_into(
         params, 0,
         id(q), id(out), id(lse), id(k), id(v), id(tables), id(call.seq_lens), id(call.query_start_loc), id(call.alibi_slopes),
-        id(call.sinks), id(call.k_scale), id(call.v_scale),
-        own.no_key, own.room("work", 24 * num_seqs), 0, 0, own.room("scratch", threads * SCRATCH_BYTES),
+        id(call.sinks), id(call.k_scale), id(call.v_scale), 0, 0, 0, 0, 0,
         *q.strides[:2], *out.strides[:2], *((0, 0) if lse is None else lse.strides), *k.strides[:3], *v.strides[:3], tables.strides[0],
-        num_seqs, num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, call.causal, call.window or 0, call.chunk or 0,
-        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0, 0, own.room("queues", 64 * threads),
-        call.scale, call.softcap or 0.0,
+        len(tables), num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, call.causal, call.window or 0, call.chunk or 0,
+        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0, 0, 0, call.scale, call.softcap or 0.0,
     )  # fmt: skip
-    resolve(where, ARRAYS, id(None))
+
+
+def paged_attention(call: Attention) -> None:
+    """Attention of a checked call on NumPy arrays, classic layout excepted. Every row of `call.out` and `call.lse` is written."""
+    own, threads, kv = _workspace, numba.get_num_threads(), KV_CODES[call.kv_dtype]
+    params, where = own.params, own.where
+    _pack(params, call)
+    with _threads_free:
+        if attend(where, 0, 0, 0, 0, _kernels_of[kv], threads, _SERIAL_COST, id(None)):
+            return
+    # Room that is too small, a worker that is not compiled yet, or more than one.
+    params[_ZEROS], params[_WORK] = own.no_key, own.room("work", 24 * len(call.block_tables))
+    params[_SCRATCH] = own.room("scratch", threads * SCRATCH_BYTES)
+    params[_QUEUES] = own.room("queues", threads * QUEUE_BYTES)
     needed = kernels_needed(where)
     kernel = 0
     while needed >> kernel:
@@ -127,26 +143,113 @@ def paged_attention(call: Attention) -> None:
             workers = 1 if cost < _SERIAL_COST else min(threads, items)
             params[_PARTIALS], params[_TICKETS] = own.room("partials", 4 * floats), own.room("tickets", 8 * tickets)
             params[_WORKERS] = workers
-            run(_kernel(KV_CODES[call.kv_dtype], kernel), where, workers)
+            run(_kernel(kv, kernel), where, workers)
         kernel += 1
 
 
 def write_kv(call: WriteKV) -> None:
     """Store rows at their slots, checked beforehand; layout "HND" only."""
-    k, v, k_pages, v_pages = call.k, call.v, call.k_pages, call.v_pages
     slots = call.slot_mapping.astype(np.int64, copy=False)
-    _, num_kv_heads, block_size, head_dim = k_pages.shape
     own = _workspace
+    _pack_write(own.params, call, slots)
+    resolve(own.where, WRITE_ARRAYS, id(None))
+    elements = len(slots) * call.k.shape[1] * call.k.shape[2]
+    kernel = _write_kernel(_KINDS[call.k.dtype.char], KV_CODES[call.kv_dtype])
+    run(kernel, own.where, 1 if elements < _SERIAL_ELEMENTS else numba.get_num_threads())
+
+
+def _pack_write(params: Any, call: WriteKV, slots: Array) -> None:
+    k, v, k_pages, v_pages = call.k, call.v, call.k_pages, call.v_pages
+    _, num_kv_heads, block_size, head_dim = k_pages.shape
     _write.pack_into(
-        own.params, 0,
+        params, 0,
         id(k), id(v), id(k_pages), id(v_pages), id(slots), id(call.k_scale), id(call.v_scale),
         *k.strides[:2], *v.strides[:2], *k_pages.strides[:3], *v_pages.strides[:3],
         len(slots), num_kv_heads, block_size, head_dim, 0,
     )  # fmt: skip
-    resolve(own.where, WRITE_ARRAYS, id(None))
-    elements = len(slots) * num_kv_heads * head_dim
-    kernel = _write_kernel(_KINDS[k.dtype.char], KV_CODES[call.kv_dtype])
-    run(kernel, own.where, 1 if elements < _SERIAL_ELEMENTS else numba.get_num_threads())
+
+
+class StepRecord:
+    """What the calls of one step share, and how many threads they may use."""
+
+    __slots__ = ("arrays", "num_slots", "num_tokens", "slots", "threads", "values", "where")
+
+    def __init__(self, plan: Plan) -> None:
+        tables, lens, starts = (
+            np.ascontiguousarray(x) for x in (plan.block_tables, plan.seq_lens, plan.query_start_loc)
+        )
+        slots = (
+            np.zeros(0, np.int64) if plan.slot_mapping is None else np.ascontiguousarray(plan.slot_mapping, np.int64)
+        )
+        self.arrays = tables, lens, starts, slots  # kept alive
+        self.values = np.array([address(tables), address(lens), address(starts), tables.strides[0], len(tables)])
+        self.where, self.slots = address(self.values), address(slots)
+        self.num_tokens, self.num_slots, self.threads = plan.num_tokens, len(slots), numba.get_num_threads()
+
+
+class RepeatedAttention:
+    """Calls like an earlier one, on other queries of the same form and on other steps: one layer's decode steps.
+
+    Whatever the earlier call's checks found holds for these too; options are the same, the result is a new array.
+    """
+
+    __slots__ = ("call", "dtype", "kernels", "record", "shape", "strides", "where")
+
+    def __init__(self, call: Attention) -> None:
+        self.call = call._replace(q=None, out=None, lse=None, plan=None)  # keeps pages and options alive
+        self.record = np.zeros(RECORD_BYTES // 8, np.int64)
+        self.where = address(self.record)
+        _pack(self.record, call._replace(lse=None))
+        resolve(self.where, ARRAYS, id(None))
+        self.kernels = _kernels_of[KV_CODES[call.kv_dtype]]
+        self.shape, self.strides, self.dtype = call.q.shape[1:], call.q.strides, call.q.dtype
+
+    def __call__(self, q: Any, step: StepRecord) -> Array | None:
+        """The result, or None for a call that is not like the earlier one or needs what is not ready."""
+        if type(q) is not np.ndarray or q.strides != self.strides or q.dtype is not self.dtype:
+            return None
+        shape = q.shape
+        if shape[1:] != self.shape or shape[0] != step.num_tokens or not step.num_tokens:
+            return None
+        out = np.empty(shape, self.dtype)
+        with _threads_free:
+            workers = attend(
+                _workspace.where, self.where, step.where, id(q), id(out), self.kernels, step.threads, _SERIAL_COST, 0
+            )
+        return out if workers else None
+
+
+class RepeatedWrite:
+    """Writes like an earlier one, of other rows of the same form and on other steps, with scales of 1."""
+
+    __slots__ = ("call", "dtype", "elements", "kernel", "record", "shape", "strides", "where")
+
+    def __init__(self, call: WriteKV) -> None:
+        self.call = call._replace(k=None, v=None, slot_mapping=None)
+        self.record = np.zeros(WRITE_BYTES // 8, np.int64)
+        self.where = address(self.record)
+        _pack_write(self.record, call, call.slot_mapping)
+        resolve(self.where, WRITE_ARRAYS, id(None))
+        self.kernel = _write_kernel(_KINDS[call.k.dtype.char], KV_CODES[call.kv_dtype])
+        self.shape, self.strides, self.dtype = call.k.shape[1:], (call.k.strides, call.v.strides), call.k.dtype
+        self.elements = self.shape[0] * self.shape[1]
+
+    def __call__(self, k: Any, v: Any, step: StepRecord) -> bool:
+        """Whether the rows were written."""
+        if (
+            type(k) is not np.ndarray
+            or type(v) is not np.ndarray
+            or k.dtype is not self.dtype
+            or v.dtype is not self.dtype
+        ):
+            return False
+        shape, count = k.shape, step.num_slots
+        if (k.strides, v.strides) != self.strides or shape[1:] != self.shape or v.shape != shape or shape[0] < count:
+            return False
+        workers = 1 if self.elements * count < _SERIAL_ELEMENTS else step.threads
+        with _threads_free:
+            write(_workspace.where, self.where, id(k), id(v), step.slots, count, self.kernel, workers)
+        return True
 
 
 def copy_blocks(pool: Array, copies: Array) -> None:

@@ -18,7 +18,7 @@ WRITE_FIELDS = (
 )  # fmt: skip
 WRITE_ARRAYS = 7  # fields that first hold an array's id, see `cpu_work.resolve`
 _WRITE = np.dtype([(name, "<i8") for name in WRITE_FIELDS])
-_WRITE_COUNTER = 8 * WRITE_FIELDS.index("counter")
+WRITE_COUNTER = 8 * WRITE_FIELDS.index("counter")
 COPY_FIELDS = ("pool", "block", "bytes", "copies", "num_copies", "counter")  # copies: int64 [num_copies, 2]
 _COPY = np.dtype([(name, "<i8") for name in COPY_FIELDS])
 _COPY_COUNTER = 8 * COPY_FIELDS.index("counter")
@@ -44,7 +44,7 @@ def write_kernel(kind: int, kv: int) -> Any:
         source  # noqa: B018 - part of the cache key
         p = _view_write(params)[0]
         while True:
-            begin = fetch_add(params + _WRITE_COUNTER, TOKENS)
+            begin = fetch_add(params + WRITE_COUNTER, TOKENS)
             if begin >= p.num_slots:
                 break
             for t in range(begin, min(begin + TOKENS, p.num_slots)):

@@ -57,6 +57,11 @@ def entry(function: F) -> F:
     return cast(F, _cached(njit, nogil=True, error_model="numpy")(function))
 
 
+def parallel_entry(function: F) -> F:
+    """The same for a function with a `prange`, which runs on Numba's threads."""
+    return cast(F, _cached(njit, parallel=True, nogil=True, error_model="numpy")(function))
+
+
 def worker(function: Callable[..., None]) -> Any:
     """Compile `function(params_address, worker)` into machine code with an address that any thread may call; kept on disk."""
     return _cached(cfunc, types.void(types.int64, types.int64), error_model="numpy")(function)

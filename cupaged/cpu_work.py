@@ -55,9 +55,9 @@ FEW_ROWS = 8  # up to here one sequence's packed rows are worked on by cpu_decod
 CHUNK = 256  # keys of a chunk, at least
 MOST_HEADS, MOST_ROWS = 16, 32  # of one item of cpu_decode; rows of all its heads, padded
 RUN_BYTES = 0 if WIDTH == 16 else 1 << 16  # what the heads of an item should have side by side in one block
-ITEMS = 4  # of a worker, at least: heads are put together only as far as that leaves so many
+ITEMS = 2  # of a worker, at least: heads are put together only as far as that leaves so many
 SCRATCH_BYTES = 384 * 1024  # a worker's own memory
-_QUEUE = 64  # bytes between the counters of two workers' queues
+QUEUE_BYTES = 64  # bytes between the counters of two workers' queues
 MOST_VECTORS = 4 if WIDTH == 16 else 2  # vectors of query rows in a tile of cpu_prefill
 
 # Part of each kernel's key in Numba's disk cache, which by itself only watches the file a kernel stands in.
@@ -151,9 +151,9 @@ def heads_of_item(p: Any, kernel: int, workers: int) -> int:
     return int(-(-p.num_kv_heads // groups))
 
 
-_HEAD = object.__basicsize__
+HEAD = object.__basicsize__
 _probe = np.zeros(1)
-if ctypes.c_void_p.from_address(id(_probe) + _HEAD).value != _probe.ctypes.data:
+if ctypes.c_void_p.from_address(id(_probe) + HEAD).value != _probe.ctypes.data:
     raise ImportError(
         "this Python does not lay out NumPy arrays as NumPy's C interface says, which the CPU backend relies on"
     )
@@ -170,7 +170,7 @@ def _planner(source: str) -> tuple[Any, Any, Any]:
         source  # noqa: B018 - part of the cache key
         for at in range(params, params + 8 * count, 8):
             x = peek_long(at)
-            poke_long(at, 0 if x == nothing else peek_long(x + _HEAD))
+            poke_long(at, 0 if x == nothing else peek_long(x + HEAD))
 
     @entry
     def kernels_needed(params: int) -> int:
@@ -211,7 +211,7 @@ def _planner(source: str) -> tuple[Any, Any, Any]:
                     tickets += tiles
         p.num_items = items
         for worker in range(workers):
-            poke_long(p.queues + _QUEUE * worker, 0)
+            poke_long(p.queues + QUEUE_BYTES * worker, 0)
         return items, cost, floats, tickets
 
     return resolve, kernels_needed, plan
@@ -230,7 +230,7 @@ def next_item(p: Any, worker: int) -> int:
     for n in range(p.workers):
         owner = (worker + n) % p.workers
         begin, end = p.num_items * owner // p.workers, p.num_items * (owner + 1) // p.workers
-        item = begin + fetch_add(p.queues + _QUEUE * owner, 1)
+        item = begin + fetch_add(p.queues + QUEUE_BYTES * owner, 1)
         if item < end:
             return int(item)
     return -1

@@ -58,6 +58,7 @@ class Plan:
     bounds: Bounds | None = None
     device: dict[Any, Any] = field(default_factory=dict)  # a backend's work for this step
     step: Step | None = None  # the allocator's, which knows what its tables share
+    host: Any = None  # the CPU backend's addresses of the arrays above
     _shared_prefix: SharedPrefix | None = None
 
     @property
@@ -128,7 +129,7 @@ class Plan:
             fresh.query_start_loc,
         )
         self.slot_mapping, self.num_blocks = fresh.slot_mapping, fresh.num_blocks
-        self.step = self._shared_prefix = None
+        self.step = self._shared_prefix = self.host = None
 
 
 def plan(

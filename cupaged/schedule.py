@@ -59,9 +59,10 @@ def make_schedule(
     if takes is not None:
         packed *= (packed >= takes[0]) & (packed <= takes[1])
     before = lens if after else lens - num_queries
-    if len(packed) and packed.min() > 0 and packed.max() <= rows:  # one unit a sequence: every decode
-        sequence, row = np.arange(len(packed)), 0
-        first_row, last_row, length = before, before + num_queries - 1, lens
+    row: Array | int = 0
+    one_each = len(packed) > 0 and packed[packed.argmin()] > 0 and packed[packed.argmax()] <= rows  # every decode
+    if one_each:
+        sequence, first_row, last_row, length = np.arange(len(packed)), before, before + num_queries - 1, lens
     else:
         sequence, nth = _expand(-(-packed // rows))
         row = nth * rows
@@ -71,7 +72,10 @@ def make_schedule(
     low = _lowest_key(first_row, window, chunk)
     if skip is not None:
         low = np.maximum(low, skip[sequence])
-    high = np.maximum(_highest_key(last_row, length, causal, chunk), low)
+    if one_each and not after and chunk is None:  # the last row is the sequence's last token: it sees all there is
+        high = lens if window is None and skip is None else np.maximum(lens, low)
+    else:
+        high = np.maximum(_highest_key(last_row, length, causal, chunk), low)
 
     if num_splits is None:
         of, first, last, count, share_start = _equal_shares(low, high, tile, shares)
@@ -83,11 +87,12 @@ def make_schedule(
 
     units = np.empty((len(sequence), 4), np.int32)
     items = np.empty((len(of), 4), np.int32)
-    partial = np.flatnonzero((count > 1)[of])  # items of units in several
+    in_parts = count * (count > 1)
+    ends = in_parts.cumsum()
+    partial = in_parts.take(of).nonzero()[0]  # items of units in several
     items[:, 0], items[:, 1], items[:, 2], items[:, 3] = of, first, last, -1
     items[partial, 3] = np.arange(len(partial))
-    in_parts = np.where(count > 1, count, 0)
-    units[:, 0], units[:, 1], units[:, 2], units[:, 3] = sequence, row, np.cumsum(in_parts) - in_parts, count
+    units[:, 0], units[:, 1], units[:, 2], units[:, 3] = sequence, row, ends - in_parts, count
     return Schedule(share_start, items, units, len(partial))
 
 
@@ -99,30 +104,34 @@ def _equal_shares(low: Array, high: Array, tile: int, shares: int) -> tuple[Arra
     shorter one goes to its begin. So no share is more than 2.4% longer than their mean.
     """
     size = high - low
-    size = np.maximum(size, least_unit(int(size.sum()), shares))
-    ends = np.cumsum(size)
+    ends = size.cumsum()
+    least = least_unit(int(ends[-1]) if len(ends) else 0, shares)
+    if len(size) and size[size.argmin()] < least:
+        size = np.maximum(size, least)
+        ends = size.cumsum()
     total = int(ends[-1]) if len(ends) else 0
     used = max(min(shares, total // MIN_SHARE), 1)
     grain = tile
     while grain > 1 and grain * 128 * used > total:
         grain //= 2
     edges = np.arange(1, used) * total // used
-    unit = np.searchsorted(ends, edges, side="right")
-    at = (low + size - ends)[unit] + edges
+    unit = ends.searchsorted(edges, side="right")
+    begin = low.take(unit)
+    at = begin + size.take(unit) - ends.take(unit) + edges
     at -= at % grain
-    inside = (at > low[unit]) & (at < high[unit])  # other edges lie between two units
+    inside = (at > begin) & (at < high.take(unit))  # other edges lie between two units
     cut, at = unit[inside], at[inside]
 
     # A cut adds an item, so that of unit u begins at item u + the cuts before it.
     begins = cut + np.arange(1, len(cut) + 1)  # items that begin at a cut
     extra = np.zeros(len(low) + len(cut), np.int64)
     extra[begins] = 1
-    of = np.arange(len(extra)) - np.cumsum(extra)
-    first, last = low[of], high[of]
+    of = np.arange(len(extra)) - extra.cumsum()
+    first, last = low.take(of), high.take(of)
     first[begins], last[begins - 1] = at, at
     share_start = np.empty(used + 1, np.int32)
     share_start[0], share_start[-1] = 0, len(of)
-    share_start[1:-1] = unit + np.searchsorted(cut, unit)
+    share_start[1:-1] = unit + cut.searchsorted(unit)
     share_start[1:-1][inside] = begins
     return of, first, last, np.bincount(cut, minlength=len(low)) + 1, share_start
 
@@ -161,7 +170,7 @@ def _expand(count: Array) -> tuple[Array, Array]:
 
 def _lowest_key(position: Array, window: int | None, chunk: int | None) -> Array:
     """The first key that a row at `position` may see (0 for a row before the first)."""
-    low = np.zeros_like(position)
+    low = np.zeros(len(position), np.int64)
     if window is not None:
         low = np.maximum(low, position - (window - 1))
     if chunk is not None:

@@ -62,11 +62,14 @@ def find_shared_prefix(
     Sequences that share their first block are compared; where some of them go on alike after the others differ, the smaller groups
     are taken instead if those save more together. Costs one sort of the first column where nothing is shared.
     """
+    columns = block_tables.shape[1]
+    if len(seq_lens) < 2 or not columns:
+        return NOTHING
+    first = np.sort(block_tables[:, 0])
+    if (first[1:] != first[:-1]).all():  # as in most steps
+        return NOTHING
     queries = np.diff(query_start_loc).astype(np.int64)
     below = np.where(queries > 0, (seq_lens - queries) // block_size, 0)
-    columns = block_tables.shape[1]
-    if len(queries) < 2 or not columns:
-        return NOTHING
     rows = ((below > 0) & (block_tables[:, 0] >= 0)).nonzero()[0]
     flat = block_tables.reshape(-1)
     levels: list[_Level] = []

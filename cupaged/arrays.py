@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from .call_form import Form
     from .plan import Plan
 
 Array = Any  # a NumPy or a CuPy array; CuPy's type cannot be named without importing it
@@ -46,7 +47,8 @@ class Attention(NamedTuple):
     plan: Plan | None
     out: Array  # [num_tokens, num_heads, head_dim]
     lse: Array | None  # [num_tokens, num_heads] float32
-    share_prefix: bool = True
+    share_prefix: bool
+    form: Form  # what it has in common with other calls
 
 
 class WriteKV(NamedTuple):

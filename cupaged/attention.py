@@ -5,7 +5,6 @@ NumPy arrays run on the CPU, CuPy arrays on the GPU they lie on. Nothing wrong p
 
 from __future__ import annotations
 
-import math
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -13,20 +12,21 @@ from typing import Any
 import numpy as np
 
 from . import reference
-from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_cupy
+from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_cupy, pages_view
+from .call_form import Form, call_form, check_results
 from .checks import (
     check_caches,
-    check_result,
     check_rows,
     check_slots,
+    device_metadata,
     dtype_name,
     empty_beside,
-    metadata_arrays,
     per_head,
     scales,
     stacked,
 )  # fmt: skip
-from .plan import Plan, PlanOptions
+from .plan import Plan
+from .recent_plan import recent_plan
 
 
 def paged_attention(
@@ -77,7 +77,8 @@ def paged_attention(
         num_splits: cut every sequence's keys into this many parts; fixes a row's bits whatever its neighbours.
         share_prefix: on a GPU, attend once to blocks with which several tables begin, where that saves memory traffic. Only with
             metadata on the host and without `window`, `chunk`, `num_splits` and a graph plan; a row then stays the same to rounding.
-        plan: from `cupaged.plan`; its metadata are used in place of `block_tables`, `seq_lens` and `query_start_loc`.
+        plan: from `cupaged.plan`; its metadata are used in place of `block_tables`, `seq_lens` and `query_start_loc`. Without one,
+            metadata on the host are checked and planned at the first call that brings them, and compared at those that repeat them.
         out, lse: arrays to fill, like `q`, and `[num_tokens, num_heads]` float32.
         return_lse: also return the natural log of the sum of exp of the logits.
 
@@ -91,38 +92,27 @@ def paged_attention(
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
     q = as_array(q, "q")
-    check_rows(q, "q", "[num_tokens, num_heads, head_dim]")
-    if layout == "classic":
-        raise ValueError("layout: 'classic' pages are read by cupaged.classic.paged_attention_v1 / paged_attention_v2")
-    pages = check_caches(k_cache, v_cache, q, layout, kv_dtype, writing=False)
-    if plan is None:
-        num_blocks, _, block_size, _ = pages[0].shape
-        metadata = metadata_arrays(block_tables, seq_lens, query_start_loc, block_size, num_blocks, window, chunk)
-        # Device metadata are not read back, so the count of rows is only known where it follows from a shape.
-        _, lens, starts = metadata
-        expected = len(lens) if query_start_loc is None else len(q) if is_cupy(starts) else int(starts[-1])
-        if len(q) != expected:
-            source = (
-                "block_tables has rows (no query_start_loc: one query per sequence)"
-                if query_start_loc is None
-                else "query_start_loc ends with"
-            )
-            raise ValueError(f"q: expected {expected} rows, as many as {source}, got {len(q)}")
-    else:
-        metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
-    result, _ = attend_pages(
-        q, pages, metadata, plan, scale=scale, causal=causal, window=window, chunk=chunk, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, num_splits=num_splits, share_prefix=share_prefix,
-        out=out, lse=lse, return_lse=return_lse,
+    form, key = call_form(
+        q, k_cache, v_cache, out, lse, return_lse, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix,
+        k_scale, v_scale, alibi_slopes is not None,
     )  # fmt: skip
+    if plan is None:
+        metadata, plan = _unplanned(q, form, block_tables, seq_lens, query_start_loc)
+    else:
+        _check_plan(plan, form, len(q))
+        metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
+    if layout == "NHD":
+        k_cache, v_cache = pages_view(k_cache, layout), pages_view(v_cache, layout)
+    result, _ = _attend(
+        form, key, q, k_cache, v_cache, metadata, plan, alibi_slopes, sinks, k_scale, v_scale, out, lse, return_lse
+    )
     return result
 
 
 def attend_pages(
     q: Array,
     pages: tuple[Array, Array, str],
-    metadata: tuple[Array, Array, Array],
-    plan: Plan | None,
+    plan: Plan,
     *,
     scale: float | None = None,
     causal: bool = True,
@@ -139,70 +129,80 @@ def attend_pages(
     lse: Array | None = None,
     return_lse: bool = False,
 ) -> tuple[Any, Attention]:
-    """`paged_attention` behind the checks that a step's layers share: of caches, of metadata values. Also returns the call it made.
-
-    `q` has passed `check_rows`, `pages` are what `check_caches` returns, and `metadata` are block tables, lengths and query starts.
-    """
-    num_tokens, num_heads, head_dim = q.shape
+    """`paged_attention` over HND `pages`, which hold what the third says, for a plan. Also returns the call it made."""
     k_pages, v_pages, kv_dtype = pages
-    num_blocks, num_kv_heads, block_size, cache_dim = k_pages.shape
-    if head_dim % 8 or not 8 <= head_dim <= 256:
-        raise ValueError(
-            f"q: expected head_dim to be a multiple of 8 from 8 to 256, got {head_dim}; pad head_dim with zeros"
+    form, key = call_form(
+        q, k_pages, v_pages, out, lse, return_lse, "HND", kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix,
+        k_scale, v_scale, alibi_slopes is not None,
+    )  # fmt: skip
+    _check_plan(plan, form, len(q))
+    metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
+    return _attend(
+        form, key, q, k_pages, v_pages, metadata, plan, alibi_slopes, sinks, k_scale, v_scale, out, lse, return_lse
+    )
+
+
+def _unplanned(
+    q: Array, form: Form, block_tables: Any, seq_lens: Any, query_start_loc: Any
+) -> tuple[tuple[Array, Array, Array], Plan | None]:
+    """Metadata of a call without a plan, checked, and the plan where they are on the host."""
+    if block_tables is None or seq_lens is None:
+        raise TypeError("block_tables, seq_lens: expected int32 arrays when no plan is given, got None")
+    plan = None
+    if is_cupy(block_tables):
+        metadata = device_metadata(block_tables, seq_lens, query_start_loc)
+    else:
+        plan = recent_plan(form, block_tables, seq_lens, query_start_loc)
+        metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
+    # Device metadata are not read back, so the count of rows is only known where it follows from a shape.
+    expected = len(metadata[1]) if query_start_loc is None else len(q) if plan is None else plan.num_tokens
+    if len(q) != expected:
+        source = (
+            "block_tables has rows (no query_start_loc: one query per sequence)"
+            if query_start_loc is None
+            else "query_start_loc ends with"
         )
-    if cache_dim != head_dim:
-        raise ValueError(f"k_cache: expected head_dim {head_dim} as in q, got {cache_dim}; is the layout right?")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
-    for name, x in (("window", window), ("chunk", chunk), ("num_splits", num_splits)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, np.integer)) or x < 1):
-            raise ValueError(f"{name}: expected None or an integer of at least 1, got {x!r}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap: expected None or a finite number above 0, got {softcap!r}")
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    if plan is not None:
-        if plan.block_size != block_size or plan.num_blocks > num_blocks:
-            raise ValueError(
-                f"plan: made for {plan.num_blocks} blocks of {plan.block_size} tokens, but the caches hold {num_blocks} blocks of "
-                f"{block_size}; make the plan with this cache's sizes"
-            )
-        plan.check_rows(num_tokens)
-        if plan.options is not None:
-            plan.check_options(
-                PlanOptions(
-                    num_heads,
-                    num_kv_heads,
-                    head_dim,
-                    dtype_name(q),
-                    kv_dtype,
-                    window,
-                    chunk,
-                    num_splits,
-                    bool(causal),
-                    bool(share_prefix),
-                )
-            )
+        raise ValueError(f"q: expected {expected} rows, as many as {source}, got {len(q)}")
+    return metadata, plan
+
+
+def _check_plan(plan: Plan, form: Form, num_tokens: int) -> None:
+    if plan.block_size != form.block_size or plan.num_blocks > form.num_blocks:
+        raise ValueError(
+            f"plan: made for {plan.num_blocks} blocks of {plan.block_size} tokens, but the caches hold {form.num_blocks} blocks of "
+            f"{form.block_size}; make the plan with this cache's sizes"
+        )
+    plan.check_rows(num_tokens)
+    if plan.options is not None:
+        plan.check_options(form.options)
+
+
+def _attend(
+    form: Form, key: Any, q: Array, k_pages: Array, v_pages: Array, metadata: tuple[Array, Array, Array], plan: Plan | None,
+    alibi_slopes: Array | None, sinks: Array | None, k_scale: float | Array, v_scale: float | Array,
+    out: Array | None, lse: Array | None, return_lse: bool,
+) -> tuple[Any, Attention]:  # fmt: skip
+    """A call whose form, plan and metadata are checked: what is left are the values of arrays for each head."""
+    o = form.options
+    if alibi_slopes is not None:
+        alibi_slopes = per_head(alibi_slopes, "alibi_slopes", o.num_heads, q)
+    if sinks is not None:
+        sinks = per_head(sinks, "sinks", o.num_heads, q)
+    k_scale = scales(k_scale, "k_scale", o.num_kv_heads, q) if form.k_scale is None else form.k_scale
+    v_scale = scales(v_scale, "v_scale", o.num_kv_heads, q) if form.v_scale is None else form.v_scale
+    if key is not None:
+        check_results(form, key, q, out, lse)
     if out is None:
         out = empty_beside(q, q.shape, q.dtype)
-    else:
-        check_result(out, "out", q.shape, q.dtype, q)
-        if out is q:
-            raise ValueError("out: expected an array other than q; q is still read while out is written")
-    if lse is not None:
-        check_result(lse, "lse", q.shape[:2], np.dtype(np.float32), q)
-    elif return_lse:
+    elif out is q:
+        raise ValueError("out: expected an array other than q; q is still read while out is written")
+    if lse is None and return_lse:
         lse = empty_beside(q, q.shape[:2], np.float32)
-    tables, lens, starts = metadata
     call = Attention(
-        q=q, k_pages=k_pages, v_pages=v_pages, block_tables=tables, seq_lens=lens, query_start_loc=starts,
-        scale=scale, causal=bool(causal), window=window, chunk=chunk, softcap=None if softcap is None else float(softcap),
-        alibi_slopes=per_head(alibi_slopes, "alibi_slopes", num_heads, q), sinks=per_head(sinks, "sinks", num_heads, q),
-        k_scale=scales(k_scale, "k_scale", num_kv_heads, q), v_scale=scales(v_scale, "v_scale", num_kv_heads, q),
-        kv_dtype=kv_dtype, num_splits=num_splits, plan=plan, out=out, lse=lse, share_prefix=bool(share_prefix),
+        q, k_pages, v_pages, *metadata, form.scale, o.causal, o.window, o.chunk, form.softcap, alibi_slopes, sinks, k_scale, v_scale,
+        o.kv_dtype, o.num_splits, plan, out, lse, o.share_prefix, form,
     )  # fmt: skip
-    if num_tokens:
+    if len(q):
         backend_of(q).paged_attention(call)
     return (out, lse) if return_lse else out, call
 

@@ -142,7 +142,7 @@ def metadata_arrays(
     if block_tables is None or seq_lens is None:
         raise TypeError("block_tables, seq_lens: expected int32 arrays when no plan is given, got None")
     if is_cupy(block_tables):
-        return _device_metadata(block_tables, seq_lens, query_start_loc)
+        return device_metadata(block_tables, seq_lens, query_start_loc)
     checked = check_metadata(
         block_tables,
         seq_lens,
@@ -155,7 +155,7 @@ def metadata_arrays(
     return checked.block_tables, checked.seq_lens, checked.query_start_loc
 
 
-def _device_metadata(block_tables: Array, seq_lens: Array, query_start_loc: Array | None) -> tuple[Array, Array, Array]:
+def device_metadata(block_tables: Array, seq_lens: Array, query_start_loc: Array | None) -> tuple[Array, Array, Array]:
     """Metadata that live on the device are not copied back: shapes and dtypes are all that can be checked."""
     xp = array_module(block_tables)
     if query_start_loc is None:

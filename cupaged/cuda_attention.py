@@ -5,22 +5,23 @@ Host metadata are plain `numpy.ndarray`; they go to the device with the schedule
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .arrays import Array, Attention
+from .call_form import remember
 from .cuda_structs import (
     ATTENTION,
     MERGE,
+    attention_pieces,
     byte_strides,
     decode_defines,
     division_by,
     dtype_of,
-    meaningful,
     merge_defines,
-    pack,
+    pack_attention,
     power_of_two,
 )
 from .cuda_upload import DeviceSide
@@ -53,63 +54,83 @@ class AttentionKernels(DeviceSide):
     def paged_attention(self, call: Attention) -> None:
         """One launch for each kernel that the sequences need (`kernel_config`).
 
-        Over a schedule where lengths are on the host, else over splits whose edges the device finds.
+        Over a plan's schedule where metadata are on the host, else over splits whose edges the device finds.
         """
-        num_heads, head_dim = call.q.shape[1:]
-        num_blocks, num_kv_heads, block_size, _ = call.k_pages.shape
-        if call.plan is not None and call.plan.options is not None:
-            options = call.plan.options  # the call's own: that has been checked
-        else:
-            options = PlanOptions(
-                num_heads, num_kv_heads, head_dim, dtype_of(call.q), call.kv_dtype, call.window, call.chunk, call.num_splits,
-                call.causal, call.share_prefix,
-            )  # fmt: skip
-        p, vec = self._describe(call)
-
-        def launch(config: KernelConfig, across: int, planned: bool) -> None:
-            function = self._kernel(
-                config, vec, planned=planned, softcap=call.softcap is not None, alibi=call.alibi_slopes is not None
+        pointer, form, lse = self.launcher.pointer, call.form, call.lse
+        plan = call.plan
+        if plan is None:
+            launches, states, tickets = self._unplanned(call)
+            tables_at, lens_at, starts_at = (
+                pointer(call.block_tables),
+                pointer(call.seq_lens),
+                pointer(call.query_start_loc),
             )
+            workspace = self._stream_workspace()
+        else:
+            work = self._work(plan, form.options)
+            launches, states, tickets = work.launches.get(form) or self._planned(call, work)
+            tables_at, lens_at, starts_at = work.metadata
+            workspace = work.workspace or self._stream_workspace()
+        partials, partial_states, tickets = workspace.reserve(states, form.options.head_dim, tickets)
+        k, v = pointer(call.k_pages), pointer(call.v_pages)
+        addresses = (
+            k, v, tables_at, pointer(call.q), pointer(call.out), 0 if lse is None else pointer(lse),
+            0 if call.alibi_slopes is None else pointer(call.alibi_slopes), 0 if call.sinks is None else pointer(call.sinks),
+            pointer(call.k_scale), pointer(call.v_scale), lens_at, starts_at, partials, partial_states, tickets,
+        )  # fmt: skip
+        shared = 0, 0
+        if plan is not None and work.shared is not None:  # the end of the workspace is theirs
+            shared = partials + 4 * form.options.head_dim * work.num_states, partial_states + 8 * work.num_states
+        for one in launches:
+            vec = power_of_two(k, v, one.vec)
+            function = one.functions.get(vec)
+            if function is None:
+                function = one.functions[vec] = self._kernel(
+                    one.config,
+                    vec,
+                    planned=plan is not None,
+                    softcap=form.softcap is not None,
+                    alibi=call.alibi_slopes is not None,
+                )
             self.launcher.launch(
-                function, (across, num_kv_heads, 1), (config.threads, 1, 1), pack(ATTENTION, p), config.shared_bytes
+                function,
+                one.grid,
+                (one.config.threads, 1, 1),
+                pack_attention(one.pieces, *addresses, *shared),
+                one.config.shared_bytes,
             )
 
-        if call.plan is not None or type(call.seq_lens) is np.ndarray:
-            plan = call.plan or Plan(call.block_tables, call.seq_lens, call.query_start_loc, block_size, num_blocks)
-            work = self._planned(plan, options, p)
-            for part in work.parts:
-                p.update(part.addresses)
-                launch(part.config, part.shares, planned=True)
-        else:
-            for config, units, splits in self._unplanned(call, options, p):
-                p["splits"] = splits
-                launch(config, units * splits, planned=False)
+    def _planned(self, call: Attention, work: DeviceWork) -> _Launches:
+        """What a call launches for a plan, with the partial states and tickets it needs."""
+        constants = call.form.made.get("constants")
+        if constants is None:
+            constants = call.form.made["constants"] = _constants(call)
+        p, vec = {**constants[0], **work.parameters}, constants[1]
+        launches = []
+        for part in work.parts:
+            p.update(part.addresses)
+            launches.append(_Launch.of(part.config, part.shares, p, vec))
+        found = tuple(launches), work.num_states + work.num_shared_states, work.num_tickets
+        remember(work.launches, call.form, found, 64)
+        return found
 
-    def _planned(self, plan: Plan, options: PlanOptions, p: dict[str, Any]) -> DeviceWork:
-        """Point the parameters at the plan's metadata and at a workspace."""
-        work = self._work(plan, options)
-        p.update(work.parameters)
-        workspace = work.workspace or self._stream_workspace()
-        p["partials"], p["partial_states"], p["tickets"] = workspace.reserve(
-            work.num_states + work.num_shared_states, options.head_dim, work.num_tickets
-        )
-        if work.shared is not None:  # the end of the workspace is theirs
-            p["shared_states"] = p["partial_states"] + 8 * work.num_states
-            p["shared_sums"] = p["partials"] + 4 * options.head_dim * work.num_states
-        return work
-
-    def _unplanned(
-        self, call: Attention, options: PlanOptions, p: dict[str, Any]
-    ) -> list[tuple[KernelConfig, int, int]]:
+    def _unplanned(self, call: Attention) -> _Launches:
         """The same for lengths that only the device knows: as many equal splits a sequence as may fill the device.
 
-        Returns kernels with their units, numbered as the kernels number them, and splits of each.
+        Kernels number units themselves.
         """
-        num_tokens, (num_seqs, max_blocks) = len(call.q), call.block_tables.shape
-        group = options.num_heads // options.num_kv_heads
+        num_seqs, max_blocks = call.block_tables.shape
+        key = (self, num_seqs, max_blocks, debug())
+        found: _Launches | None = call.form.made.get(key)
+        if found is not None:
+            return found
+        options, info = call.form.options, self.launcher.info
+        p, vec = _constants(call)
+        p["table_row"] = p["max_blocks"] = max_blocks
+        p["num_seqs"] = num_seqs
+        num_tokens, group = len(call.q), options.num_heads // options.num_kv_heads
         most = group * (1 if num_tokens <= num_seqs else num_tokens)
-        info = self.launcher.info
-        launches = []
+        launches, states, most_units = [], 0, 0
         for config in attention_kernels(
             info, options.head_dim, options.dtype, options.kv_dtype, group, group * -(-num_tokens // num_seqs), most
         ):
@@ -118,35 +139,12 @@ class AttentionKernels(DeviceSide):
             if splits is None:
                 enough = max_blocks * call.k_pages.shape[2] // MIN_SHARE
                 splits = max(1, min(info.num_sms * config.resident // (num_seqs * options.num_kv_heads), enough))
-            launches.append((config, units, splits))
-        for name in ("seq_lens", "query_start_loc", "block_tables"):
-            p[name] = self.launcher.pointer(getattr(call, name))
-        p["table_row"] = p["max_blocks"] = max_blocks
-        p["num_seqs"] = num_seqs
-        states = options.num_kv_heads * max(units * splits * config.rows for config, units, splits in launches)
-        p["partials"], p["partial_states"], p["tickets"] = self._stream_workspace().reserve(
-            states, options.head_dim, options.num_kv_heads * max(units for _, units, _ in launches)
-        )
-        return launches
-
-    def _describe(self, call: Attention) -> tuple[dict[str, Any], int]:
-        """The parameters with arrays and options of the call, and the widest access to pages that all addresses allow, in bytes."""
-        pointer, q, k, v, lse = self.launcher.pointer, call.q, call.k_pages, call.v_pages, call.lse
-        constants, vec = _constants(
-            q.shape, q.strides, call.out.strides, None if lse is None else lse.strides, q.itemsize, k.shape, k.strides, v.strides,
-            k.itemsize, call.causal, call.window, call.chunk, call.scale, call.softcap,
-        )  # fmt: skip
-        p = constants.copy()
-        p["k"], p["v"] = k_address, v_address = pointer(k), pointer(v)
-        p["q"], p["out"] = pointer(q), pointer(call.out)
-        p["k_scale"], p["v_scale"] = pointer(call.k_scale), pointer(call.v_scale)
-        if lse is not None:
-            p["lse"] = pointer(lse)
-        if call.alibi_slopes is not None:
-            p["alibi_slopes"] = pointer(call.alibi_slopes)
-        if call.sinks is not None:
-            p["sinks"] = pointer(call.sinks)
-        return p, power_of_two(k_address, v_address, vec)
+            p["splits"] = splits
+            launches.append(_Launch.of(config, units * splits, p, vec))
+            states, most_units = max(states, units * splits * config.rows), max(most_units, units)
+        found = tuple(launches), options.num_kv_heads * states, options.num_kv_heads * most_units
+        remember(call.form.made, key, found, 64)
+        return found
 
     def _kernel(
         self, config: KernelConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
@@ -160,15 +158,23 @@ class AttentionKernels(DeviceSide):
         return function
 
     def _work(self, plan: Plan, options: PlanOptions) -> DeviceWork:
-        """The plan's work on this device; made at the first call that needs it."""
-        key = (self, options)
-        if key not in plan.device:
-            plan.device[key] = DeviceWork(self.launcher, self._ring, plan, options)
-        work: DeviceWork = plan.device[key]
+        """The plan's work on this device; made at the first call that needs it.
+
+        A plan that was made for its options serves every stream, as graphs need it; others have work of each stream, whose calls
+        come after the copy to the device.
+        """
+        key: Any = self if plan.options is not None else (self, options, self.launcher.stream())
+        work: DeviceWork | None = plan.device.get(key)
+        if work is None:
+            work = plan.device[key] = DeviceWork(self.launcher, self._ring, plan, options)
         return work
 
     def _stream_workspace(self) -> Workspace:
-        return self._workspaces.setdefault(self.launcher.stream(), Workspace(self.launcher))
+        stream = self.launcher.stream()
+        found = self._workspaces.get(stream)
+        if found is None:
+            found = self._workspaces[stream] = Workspace(self.launcher)
+        return found
 
     def merge_states(self, outs: Array, lses: Array, sinks: Array | None, out: Array, lse: Array) -> None:
         """Launch merge.cu: a warp is one (row, head)."""
@@ -195,29 +201,40 @@ class AttentionKernels(DeviceSide):
         self.launcher.launch(function, (-(-rows * heads // 4), 1, 1), (128, 1, 1), params)
 
 
-@lru_cache(maxsize=256)
-def _constants(
-    q_shape: tuple[int, ...], q_strides: tuple[int, ...], out_strides: tuple[int, ...], lse_strides: tuple[int, ...] | None, item: int,
-    shape: tuple[int, ...], k_strides: tuple[int, ...], v_strides: tuple[int, ...], cache_item: int,
-    causal: bool, window: int | None, chunk: int | None, scale: float, softcap: float | None,
-) -> tuple[dict[str, Any], int]:  # fmt: skip
-    """Parameters of attention that follow from shapes and options, 0 elsewhere, and the access to pages that strides allow.
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One launch of the calls of a form, but for addresses."""
 
-    The layers of a step differ in addresses only, so this is put together once for all of them.
-    """
+    config: KernelConfig
+    grid: tuple[int, int, int]
+    pieces: tuple[bytes, ...]
+    vec: int  # the widest access to pages that strides allow, in bytes
+    functions: dict[int, Any]  # by the widest access that addresses allow too
+
+    @classmethod
+    def of(cls, config: KernelConfig, across: int, p: dict[str, Any], vec: int) -> _Launch:
+        return cls(config, (across, p["num_kv_heads"], 1), attention_pieces(p), vec, {})
+
+
+_Launches = tuple[tuple[_Launch, ...], int, int]  # launches, partial states, tickets
+
+
+def _constants(call: Attention) -> tuple[dict[str, Any], int]:
+    """Parameters of attention that follow from the call's form, 0 elsewhere, and the access to pages that strides allow."""
     p: dict[str, Any] = dict.fromkeys(ATTENTION.names or (), 0)
-    strides = meaningful(shape, k_strides)[:3] + meaningful(shape, v_strides)[:3]
+    q, k, lse, item = call.q, call.k_pages, call.lse, call.q.itemsize
+    strides = byte_strides(k)[:3] + byte_strides(call.v_pages)[:3]
     p["k_block"], p["k_head"], p["k_slot"], p["v_block"], p["v_head"], p["v_slot"] = strides
-    p["num_blocks"], p["num_kv_heads"], p["block_size"] = shape[:3]
-    p["magic"], p["shift"] = division_by(shape[2])
-    p["num_tokens"], p["group"] = q_shape[0], q_shape[1] // shape[1]
-    p["q_token"], p["q_head"] = (s // item for s in meaningful(q_shape, q_strides)[:2])
-    p["out_token"], p["out_head"] = (s // item for s in meaningful(q_shape, out_strides)[:2])
-    if lse_strides is not None:
-        p["lse_token"] = meaningful(q_shape[:2], lse_strides)[0] // 4
-    p["causal"], p["window"], p["chunk"] = causal, window or 0, chunk or 0
-    p["scale"], p["softcap"] = scale, softcap or 0.0
-    return p, power_of_two(shape[3] * cache_item, *strides)
+    p["num_blocks"], p["num_kv_heads"], p["block_size"] = k.shape[:3]
+    p["magic"], p["shift"] = division_by(k.shape[2])
+    p["num_tokens"], p["group"] = len(q), q.shape[1] // k.shape[1]
+    p["q_token"], p["q_head"] = (s // item for s in byte_strides(q)[:2])
+    p["out_token"], p["out_head"] = (s // item for s in byte_strides(call.out)[:2])
+    if lse is not None:
+        p["lse_token"] = byte_strides(lse)[0] // 4
+    p["causal"], p["window"], p["chunk"] = call.causal, call.window or 0, call.chunk or 0
+    p["scale"], p["softcap"] = call.scale, call.softcap or 0.0
+    return p, power_of_two(k.shape[3] * k.itemsize, *strides)
 
 
 class Workspace:

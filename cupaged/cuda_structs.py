@@ -81,9 +81,55 @@ def _packing(kind: np.dtype[Any]) -> struct.Struct:
 def pack(kind: np.dtype[Any], values: Mapping[str, Any]) -> Array:
     """One struct of a flat kind; `values` has its fields, all of them, in their order.
 
-    Many times faster than setting fields of an array one by one, and it is done at every call.
+    Many times faster than setting fields of an array one by one.
     """
     return np.frombuffer(_packing(kind).pack(*values.values()), kind)
+
+
+# What differs between calls of a form on a plan: addresses, in the order of the struct.
+ADDRESSES = (
+    "k", "v", "block_tables", "q", "out", "lse", "alibi_slopes", "sinks", "k_scale", "v_scale", "seq_lens", "query_start_loc",
+    "partials", "partial_states", "tickets", "shared_sums", "shared_states",
+)  # fmt: skip
+
+
+def _between(kind: np.dtype[Any], addresses: tuple[str, ...]) -> tuple[tuple[slice, ...], struct.Struct]:
+    """Where the bytes between addresses lie, and the struct as addresses and such pieces."""
+    assert kind.fields is not None
+    pieces, form, end = [], "@", 0
+    for start in (*(kind.fields[name][1] for name in addresses), kind.itemsize):
+        if start > end:
+            pieces.append(slice(end, start))
+            form += f"{start - end}s"
+        if start < kind.itemsize:
+            form += "Q"
+        end = start + 8
+    return tuple(pieces), struct.Struct(form)
+
+
+_PIECES, _AROUND = _between(ATTENTION, ADDRESSES)
+
+
+def attention_pieces(values: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """What `pack_attention` puts between addresses, from a mapping as `pack` wants."""
+    packed = pack(ATTENTION, values).tobytes()
+    return tuple(packed[piece] for piece in _PIECES)
+
+
+def pack_attention(
+    pieces: tuple[bytes, ...], k: int, v: int, block_tables: int, q: int, out: int, lse: int, alibi_slopes: int, sinks: int,
+    k_scale: int, v_scale: int, seq_lens: int, query_start_loc: int, partials: int, partial_states: int, tickets: int,
+    shared_sums: int, shared_states: int,
+) -> Array:  # fmt: skip
+    """The struct of attention around the addresses of a call: what differs between calls of a form on a plan."""
+    strides, pages, rows, schedule, groups, rest = pieces
+    return np.frombuffer(
+        _AROUND.pack(
+            k, v, strides, block_tables, pages, q, out, lse, rows, alibi_slopes, sinks, k_scale, v_scale, seq_lens, query_start_loc,
+            schedule, partials, partial_states, tickets, groups, shared_sums, shared_states, rest,
+        ),
+        ATTENTION,
+    )  # fmt: skip
 
 
 def decode_defines(config: KernelConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .arrays import Array
 from .cuda_upload import PinnedRing
-from .kernel_config import FEW_ROWS, KernelConfig, attention_kernels
+from .kernel_config import FEW_ROWS, MANY, KernelConfig, attention_kernels
 from .launcher import Launcher
 from .plan import Bounds, Plan, PlanOptions
 from .schedule import Schedule, make_schedule
@@ -74,6 +74,7 @@ class DeviceWork:
         named = ["seq_lens", "query_start_loc", "block_tables"]
         if self.shared is not None:
             named += ["shared_rows", "first_shared_row"]
+        self.metadata = tuple(base + self.offsets[name] for name in ("block_tables", "seq_lens", "query_start_loc"))
         self.parameters = {
             **{name: base + self.offsets[name] for name in named},
             "table_row": self.sizes.columns, "max_blocks": self.sizes.columns, "num_seqs": self.sizes.seqs, "splits": 1,
@@ -83,6 +84,7 @@ class DeviceWork:
         self.num_shared_states = 0 if self.shared is None else options.num_heads * len(self.shared.rows)
         self.num_tickets = options.num_kv_heads * max(part.sizes.units for part in self.parts)
         self.workspace: Any = None  # of this work alone; None: the stream's
+        self.launches: dict[Any, Any] = {}  # what calls of a form launch
         self._fill(plan, schedules)
 
     def _kernels(self, plan: Plan) -> tuple[KernelConfig, ...]:
@@ -94,11 +96,16 @@ class DeviceWork:
             return attention_kernels(
                 info, o.head_dim, o.dtype, o.kv_dtype, self._group, few * self._group, most * self._group
             )
-        packed = np.diff(plan.query_start_loc) * self._group
-        few = int(packed[packed <= FEW_ROWS].max(initial=1))
-        kernels = attention_kernels(info, o.head_dim, o.dtype, o.kv_dtype, self._group, few, int(packed.max(initial=1)))
+        starts = plan.query_start_loc
+        packed = (starts[1:] - starts[:-1]) * self._group
+        most = few = int(packed.max(initial=1))
+        if most > FEW_ROWS:
+            few = int(packed[packed <= FEW_ROWS].max(initial=1))
+        kernels = attention_kernels(info, o.head_dim, o.dtype, o.kv_dtype, self._group, few, most)
+        if len(kernels) == 1:
+            return kernels  # one launch even for no work: it clears padding
         needed = [c for c in kernels if ((packed >= max(c.takes[0], 1)) & (packed <= c.takes[1])).any()]
-        return tuple(needed) or kernels[:1]  # one launch even for no work: it clears padding
+        return tuple(needed) or kernels[:1]
 
     def _sizes(self, plan: Plan, config: KernelConfig, capacity: int, schedule: Schedule) -> _Sizes:
         if self.bounds is None:
@@ -125,7 +132,7 @@ class DeviceWork:
             else:
                 schedule = make_schedule(
                     plan.seq_lens, plan.query_start_loc, causal=o.causal, window=o.window, chunk=o.chunk, num_splits=o.num_splits,
-                    takes=config.takes, skip=None if shared is None else shared.skip, **how,
+                    takes=None if config.takes == (0, MANY) else config.takes, skip=None if shared is None else shared.skip, **how,
                 )  # fmt: skip
             schedules.append(schedule)
         return schedules
@@ -137,10 +144,15 @@ class DeviceWork:
         end = offsets["block_tables"] + 4 * n * sizes.columns
         staged = self._ring.stage(end)
 
+        words = {4: staged[: end // 4 * 4].view(np.int32), 8: staged[: end // 8 * 8].view(np.int64)}
+
         def put(offset: int, values: Array, room: int, filler: int) -> None:
-            section = staged[offset : offset + room * values.itemsize].view(values.dtype)
-            section[: values.size] = values.reshape(-1)
-            section[values.size :] = filler
+            item, size = values.itemsize, values.size
+            start, section = offset // item, words[item]
+            assert size <= room
+            section[start : start + size] = values if values.ndim == 1 else values.reshape(-1)
+            if size < room:
+                section[start + size : start + room] = filler
 
         put(offsets["seq_lens"], plan.seq_lens, sizes.seqs, 0)
         put(offsets["query_start_loc"], plan.query_start_loc, sizes.seqs + 1, int(plan.query_start_loc[-1]))

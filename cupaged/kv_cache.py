@@ -240,9 +240,8 @@ class KVCache:
                         f"{name}: expected {own}, that of group {g} with layer {layer}, got {how[name]}; leave it out"
                     )
         q = as_array(q, "q")
-        check_rows(q, "q", "[num_tokens, num_heads, head_dim]")
         check_device(q, "q", pages[0])
-        result, call = attend_pages(q, pages, (plan.block_tables, plan.seq_lens, plan.query_start_loc), plan, **how)
+        result, call = attend_pages(q, pages, plan, **how)
         if self._backend is not None and call.lse is None and all(type(x) in _PLAIN for x in given.values()):
             self._repeated_calls[layer] = given, self._backend.RepeatedAttention(call)
         return result

@@ -8,6 +8,7 @@ plan: its device buffers and grid are fixed, so that a captured graph stays righ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,12 @@ class PlanOptions:
     num_splits: int | None
     causal: bool
     share_prefix: bool = True
+
+
+@lru_cache(maxsize=1024)
+def same_options(*values: Any) -> PlanOptions:
+    """`PlanOptions(*values)`, one object for equal values: telling that two are equal is then telling that they are one."""
+    return PlanOptions(*values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,7 @@ class Plan:
 
     def check_options(self, options: PlanOptions) -> None:
         """Raise ValueError when a call has other options than the plan was made for."""
-        if self.options == options:
+        if self.options is options or self.options == options:
             return
         for name in PlanOptions.__slots__:
             planned, called = getattr(self.options, name), getattr(options, name)
@@ -220,7 +227,7 @@ def plan_options(
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if kv_dtype not in (None, *DTYPES, *FP8_DTYPES):
         raise ValueError(f"kv_dtype: expected None or one of {', '.join(DTYPES + FP8_DTYPES)}, got {kv_dtype!r}")
-    return PlanOptions(
+    return same_options(
         num_heads,
         num_kv_heads,
         head_dim,
@@ -304,24 +311,27 @@ def check_metadata(
         starts = host_int32(query_start_loc, "query_start_loc", 1)
         if len(starts) != num_seqs + 1:
             raise ValueError(f"query_start_loc: expected num_seqs + 1 = {num_seqs + 1} entries, got {len(starts)}")
-        if starts[0] != 0 or (np.diff(starts) < 0).any():
+        if starts[0] != 0 or (starts[1:] < starts[:-1]).any():
             raise ValueError(
                 f"query_start_loc: expected a rising sequence that starts at 0, got {_short(starts)}; "
                 "row i's queries are [query_start_loc[i], query_start_loc[i + 1])"
             )
     if num_seqs:
         _check_lengths(lens, max_blocks, block_size)
-        used = np.arange(max_blocks) < -(-lens[:, None] // block_size)
-        entries = tables[used]
         lowest = -1 if window is not None or chunk is not None else 0
-        if entries.size and (entries.min() < lowest or entries.max() >= num_blocks):
-            _refuse_entry(tables, used & ((tables < lowest) | (tables >= num_blocks)), num_blocks)
+        from_lowest = tables if lowest == 0 else tables + np.int32(1)
+        bad = from_lowest.view(np.uint32) >= num_blocks - lowest  # both limits at once: what is too low wraps
+        if bad.any():
+            bad &= np.arange(max_blocks) < -(-lens[:, None] // block_size)
+            if bad.any():
+                _refuse_entry(tables, bad, num_blocks)
     return Plan(tables, lens, starts, block_size, num_blocks)
 
 
 def _check_lengths(lens: Array, max_blocks: int, block_size: int) -> None:
     longest = max_blocks * block_size
-    if lens.min() < 0 or lens.max() > longest:
+    as_unsigned = lens.view(np.uint32)
+    if as_unsigned[as_unsigned.argmax()] > longest:
         row = int(np.argmax((lens < 0) | (lens > longest)))
         raise ValueError(
             f"seq_lens: row {row} expected 0 to max_blocks * block_size = {max_blocks} * {block_size} = {longest}, "

@@ -19,8 +19,10 @@ from simt import build
 import cupaged
 from cupaged import cuda, reference
 from cupaged.arrays import Attention, numpy_dtype
+from cupaged.call_form import call_form
 from cupaged.cuda_structs import division_by, merged_axes, power_of_two
 from cupaged.launcher import CupyLauncher
+from cupaged.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -304,11 +306,16 @@ def attend(
     put = machine.put if on_device else np.ascontiguousarray
     per_head = [None if o[name] is None else machine.put(o[name]) for name in ("alibi_slopes", "sinks")]
     scales = [machine.put(np.broadcast_to(np.float32(o[name]), (hk,)).copy()) for name in ("k_scale", "v_scale")]
+    there, metadata = machine.put(q), [put(x) for x in (case.block_tables, case.seq_lens, starts)]
+    form, _ = call_form(
+        there, *pages, out, lse, True, "HND", o["kv_dtype"], o["scale"], o["causal"], o["window"], o["chunk"], o["softcap"],
+        o["num_splits"], True, *scales, o["alibi_slopes"] is not None,
+    )  # fmt: skip
+    plan = None if on_device else Plan(*metadata, form.block_size, form.num_blocks)
     machine.backend.paged_attention(
         Attention(
-            machine.put(q), *pages, put(case.block_tables), put(case.seq_lens), put(starts),
-            case.q.shape[2] ** -0.5 if o["scale"] is None else o["scale"], o["causal"], o["window"], o["chunk"], o["softcap"],
-            *per_head, *scales, o["kv_dtype"] or str(case.k_cache.dtype.name), o["num_splits"], None, out, lse,
+            there, *pages, *metadata, form.scale, o["causal"], o["window"], o["chunk"], o["softcap"], *per_head, *scales,
+            form.options.kv_dtype, o["num_splits"], plan, out, lse, True, form,
         )
     )  # fmt: skip
     return machine.get(out), machine.get(lse)

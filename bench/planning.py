@@ -22,10 +22,12 @@ from bench.results import Row, save, table
 from cupaged import attention, cuda
 from cupaged.arrays import Array
 from cupaged.launcher import DeviceInfo
+from cupaged.plan import Plan, check_metadata
 from cupaged.schedule import make_schedule
+from cupaged.shared_prefix import find_shared_prefix
 
 GOAL_PLAN_US = 300  # 4096 sequences
-GOAL_CALL_US, GOAL_PLAIN_US = 15, 30  # with plan and `out`, and without
+GOAL_CALL_US, GOAL_PLAIN_US = 15, 30  # with plan and `out`, and without a plan; on the host of an H200
 
 
 class NoLauncher:
@@ -89,33 +91,63 @@ def schedules() -> list[Row]:
 
 
 def calls() -> list[Row]:
-    batch, blocks, block_size = 32, 32 * 256, 16
+    """A call's host time in a model's layers: with a plan; and without, where the first layer of a step plans for all of them."""
+    batch, blocks, block_size, layers = 32, 32 * 256, 16, 32
     pool = np.empty((blocks, 2, 8, block_size, 128), np.float16)
     tables = np.arange(blocks, dtype=np.int32).reshape(batch, -1)
-    lens = np.full(batch, 4096, np.int32)
+    lens, starts = np.full(batch, 4000, np.int32), np.arange(batch + 1, dtype=np.int32)
     q = np.zeros((batch, 32, 128), np.float16).view(_DeviceArray)
     out, keys, values = np.empty_like(q), pool[:, 0].view(_DeviceArray), pool[:, 1].view(_DeviceArray)
     backend = cuda.Backend(NoLauncher())  # type: ignore[arg-type]
+    model: dict[str, Any] = {
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "block_size": block_size,
+        "dtype": "float16",
+    }
+
+    def planned_step() -> Plan:
+        return cupaged.plan(lens, tables, device="cuda", **model)
+
+    def next_layer() -> None:
+        cupaged.paged_attention(q, keys, values, tables, lens, out=out)
+
+    def first_layer() -> None:
+        lens[0] ^= 1
+        next_layer()
+
+    def step() -> None:
+        first_layer()
+        for _ in range(layers - 1):
+            next_layer()
+
     with (
         mock.patch.object(attention, "backend_of", lambda x, classic=False: backend),
         mock.patch.object(cuda, "current_backend", lambda: backend),
     ):
-        plan = cupaged.plan(
-            lens,
-            tables,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            block_size=block_size,
-            dtype="float16",
-            device="cuda",
-        )
-        planned = median_us(lambda: cupaged.paged_attention(q, keys, values, None, None, plan=plan, out=out), 200)
-        plain = median_us(lambda: cupaged.paged_attention(q, keys, values, tables, lens), 20)
-    return [
-        Row("planning", "call with plan and out, batch 32", planned, "us", limit=GOAL_CALL_US),
-        Row("planning", "call without, batch 32 of 256 blocks", plain, "us"),
-    ]
+        plan = planned_step()
+        figures = {
+            "call with plan and out": (
+                median_us(lambda: cupaged.paged_attention(q, keys, values, None, None, plan=plan, out=out), 200),
+                GOAL_CALL_US,
+            ),
+            "call without, metadata of the call before": (median_us(next_layer, 100), GOAL_PLAIN_US),
+            f"call without, mean of the {layers} layers of a step": (median_us(step, 4) / layers, GOAL_PLAIN_US),
+            "call without, new metadata": (median_us(first_layer, 20), None),
+            "of it: check of metadata": (
+                median_us(lambda: check_metadata(tables, lens, starts, block_size=block_size, num_blocks=blocks), 50),
+                None,
+            ),
+            "of it: search for shared prefixes": (
+                median_us(lambda: find_shared_prefix(tables, lens, starts, block_size), 50), None
+            ),
+            "of it: schedule": (
+                median_us(lambda: make_schedule(lens, starts, group=4, rows=8, tile=32, shares=49), 50), None
+            ),
+            "plan for the device": (median_us(planned_step, 20), None),
+        }  # fmt: skip
+    return [Row("planning", f"{work}, 32 of 4k", us, "us", limit=goal) for work, (us, goal) in figures.items()]
 
 
 def main() -> None:

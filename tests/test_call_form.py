@@ -264,3 +264,37 @@ def test_a_struct_around_addresses_is_the_struct(rng: np.random.Generator) -> No
     }  # fmt: skip
     pieces = attention_pieces({name: 0 if name in ADDRESSES else x for name, x in values.items()})
     assert pack_attention(pieces, *(values[name] for name in ADDRESSES)).tobytes() == pack(ATTENTION, values).tobytes()
+
+
+def test_metadata_that_come_again_are_copied_once_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work on another stream cannot know that the first stream's copy has run."""
+    recorder, stream = Recorder(), 0
+    copies: list[int] = []
+    monkeypatch.setattr(recorder, "copy_async", lambda dst, src: copies.append(stream))
+    monkeypatch.setattr(recorder, "stream", lambda: stream)
+    monkeypatch.setattr(recorder, "launch", lambda *arguments: None)
+    backend = cuda.Backend(recorder)  # type: ignore[arg-type]
+    with process(backend, {}, recent_plan._Recent()):
+        for stream in (0, 0, 7, 0, 7):  # noqa: B007, what `lambda: stream` sees
+            cupaged.paged_attention(**make_call(FIRST, {}))
+        assert copies == [0, 7]
+        stream = 0
+        cupaged.paged_attention(**make_call({**FIRST, "lens": 1}, {}))
+        assert copies == [0, 7, 0]
+
+
+def test_what_was_planned_stays_when_the_callers_arrays_change() -> None:
+    """The work for other options is made later, from the plan's own metadata."""
+    remembers, recorder = Process(), Recorder()
+    call = make_call(FIRST, {})
+    names = ("block_tables", "seq_lens")
+    with process(remembers.backend, remembers.forms, remembers.plans):
+        copies = {name: call[name].copy() for name in names}
+        cupaged.paged_attention(**call)
+        for name in names:
+            call[name][:] = 1
+        remembers.backend.launcher.seen.clear()  # type: ignore[attr-defined]
+        cupaged.paged_attention(**{**call, **copies, "num_splits": 2})
+    with process(cuda.Backend(recorder), {}, recent_plan._Recent()):  # type: ignore[arg-type]
+        cupaged.paged_attention(**{**call, **copies, "num_splits": 2})
+    assert remembers.backend.launcher.seen == recorder.seen  # type: ignore[attr-defined]

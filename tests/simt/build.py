@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -98,8 +99,9 @@ def _cache_dir() -> Path:
     folder = Path(os.environ.get("CUPAGED_SIMT_CACHE", HERE.parent.parent / ".cache" / "simt"))
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
-        if time.time() - entry.stat().st_mtime > _KEPT_SECONDS:
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process finished its build, or cleared it away
+            if time.time() - entry.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     return folder
 
 

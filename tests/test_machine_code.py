@@ -11,7 +11,7 @@ import pairwise
 import pytest
 
 from cupaged.cuda_structs import classic_defines, copy_defines, decode_defines, merge_defines, write_defines
-from cupaged.kernel_config import decode_config, rows_for
+from cupaged.kernel_config import decode_config, decode_mma_config, prefill_config, rows_for
 from cupaged.kernels import Specialisation, compile_cubin
 from cupaged.launcher import DeviceInfo
 
@@ -25,6 +25,11 @@ ELEMENTS = {"dtype": ("float32", "float16", "bfloat16"), "kv_dtype": ("as q", "f
 DECODE = {
     "head_dim": HEAD_DIMS, "arch": ARCHS, "group": (1, 3, 4, 7, 8), "queries": (1, 40), **ELEMENTS, "vec": (16, 2),
     "planned": (True, False), "softcap": (False, True), "alibi": (False, True),
+}  # fmt: skip
+# everything that is compiled in and takes registers; windows, chunks, sinks and lse are decided at run time
+TENSOR_CORES = {
+    "head_dim": (64, 128, 256), "arch": ARCHS[1:], "rows": (8, 16, 64), "dtype": ("float16", "bfloat16"),
+    "kv_dtype": ELEMENTS["kv_dtype"], "vec": (16, 2), "planned": (True, False),
 }  # fmt: skip
 CLASSIC = {"head_dim": HEAD_DIMS, "block_size": (8, 16, 32, 64, 128), "arch": ARCHS, **ELEMENTS, "partition": (0, 512)}
 WRITE = {
@@ -62,6 +67,18 @@ def check_decode(row: pairwise.Row) -> None:
     assert_all_in_registers(compiled(Specialisation.of("decode", "decode.cu", defines), row["arch"]))
 
 
+def check_tensor_cores(row: pairwise.Row) -> None:
+    """With soft cap and ALiBi. The rows of a unit choose the kernel: up to 16 decode_mma.cu, more prefill.cu."""
+    info, head_dim, rows = device(row["arch"]), row["head_dim"], row["rows"]
+    config = (decode_mma_config if rows <= 16 else prefill_config)(
+        info, head_dim, row["dtype"], kv(row), rows, (0, rows)
+    )
+    assert config.shared_bytes <= info.shared_per_block
+    defines = decode_defines(config, row["vec"], row["planned"], softcap=True, alibi=True)
+    what = Specialisation.of(config.kernel, f"{config.kernel}.cu", defines)
+    assert_all_in_registers(compiled(what, row["arch"]))
+
+
 def check_classic(row: pairwise.Row) -> None:
     defines = classic_defines(row["dtype"], kv(row), row["head_dim"], row["block_size"], row["partition"])
     assert_all_in_registers(compiled(Specialisation.of("classic_attention", "classic.cu", defines), row["arch"]))
@@ -74,6 +91,11 @@ def as_id(row: pairwise.Row) -> str:
 @pytest.mark.parametrize("row", pairwise.cover(DECODE), ids=as_id)
 def test_decode_keeps_everything_in_registers(row: pairwise.Row) -> None:
     check_decode(row)
+
+
+@pytest.mark.parametrize("row", pairwise.cover(TENSOR_CORES), ids=as_id)
+def test_tensor_cores_keep_everything_in_registers(row: pairwise.Row) -> None:
+    check_tensor_cores(row)
 
 
 @pytest.mark.parametrize("row", pairwise.cover(CLASSIC), ids=as_id)
@@ -103,7 +125,7 @@ def test_copies_and_merges_compile_everywhere(arch: int) -> None:
 
 
 def test_the_covers_hold_every_pair() -> None:
-    for factors in (DECODE, CLASSIC, WRITE):
+    for factors in (DECODE, TENSOR_CORES, CLASSIC, WRITE):
         assert not pairwise.uncovered(pairwise.cover(factors), factors)
 
 
@@ -127,6 +149,14 @@ def test_decode_keeps_everything_in_registers_in_every_combination(arch: int, op
     }
     for row in every(DECODE, arch=(arch,), **fewer):
         check_decode(row)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("arch", ARCHS[1:])
+@pytest.mark.parametrize("rows", TENSOR_CORES["rows"])
+def test_tensor_cores_keep_everything_in_registers_in_every_combination(arch: int, rows: int) -> None:
+    for row in every(TENSOR_CORES, arch=(arch,), rows=(rows,), vec=(16,), planned=(True,)):
+        check_tensor_cores(row)
 
 
 @pytest.mark.fuzz

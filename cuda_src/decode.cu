@@ -7,9 +7,12 @@
 //            and its own cp.async groups, so warps never wait for one another inside an item. S = Q K^T: a lane is a token (kParts
 //            lanes share one, each with every kParts-th unit of head_dim). O += P V: a lane is kPieces * kElems entries of
 //            head_dim, and the probabilities come from shared memory. At the end the warps' states are merged in warp order.
+//            In tiles of 16 tokens lanes 3 and 19 score token 3, with even and with odd units; with head_dim 128 lane 3 sums
+//            entries 12 to 15 of O.
 // Shared     q as float32 [kRows][head_dim] | row bounds | states | per warp: K tile, V tile (rows padded to an odd number of
 //            16-byte units, so that 8 lanes reading 8 rows touch all banks), probabilities [kTokens][kRows]. With head_dim 128,
-//            16-bit pages, 16 rows and 4 warps: 8192 + 256 + 512 + 16, at 9088 the tiles, 4 * (2 * 16 * 272 + 16 * 80) = 39,936.
+//            16 rows and 4 warps: 8192 + 256 + 512 + 16 = 8976, at 9088 the tiles. Of float32 pages, with cp.async, 16 tokens:
+//            4 * (2 * 16 * 528 + 16 * 80) = 72,704 bytes; of 16-bit pages on sm_75 16 too: 4 * (2 * 16 * 272 + 16 * 80) = 39,936.
 // Not here   Tensor cores, and sharing a tile between more than kRows packed rows (decode_mma.cu, prefill.cu).
 #include "work.cuh"
 

@@ -7,7 +7,8 @@
 //            cp.async groups and its own softmax states, so warps never wait for one another inside an item. Lane t fetches the
 //            page ids of tokens t and t + 32 of a tile one tile before its copies, forms their 64-bit addresses and leaves them in
 //            shared memory for the lanes that copy. The arithmetic of a tile is mma_tile.cuh's. At the end the warps' states are
-//            merged in warp order.
+//            merged in warp order. With head_dim 128 and 16-bit pages 16 lanes copy a row of 256 bytes, so a warp 2 rows of K and
+//            2 of V at a time.
 // Shared     token addresses [kWarps][kTokens] | queries [kRows] | row bounds | softmax scales | states [kWarps][kRows] | per warp
 //            kStages x (K tile, V tile). With head_dim 128, 16-bit pages, 8 rows, 32 tokens, 2 stages and 2 warps: 1024 + 8 * 272
 //            + 8 * 20 + 16 * 8 + 16 = 3504, at 3584 the tiles, 2 * 2 * 2 * 32 * 272 = 69,632 bytes; 32 KiB of keys and values are

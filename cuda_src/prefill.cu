@@ -7,7 +7,8 @@
 // Threads    A warp owns 8 * kRowTiles packed rows and sees every tile; the arithmetic of a tile is mma_tile.cuh's (after
 //            FlashAttention-2: Dao 2023, section 3.2, where warps split rows and not keys). The first kTokens threads fetch the
 //            page ids of a tile, a round before all threads copy it and kStages rounds before its turn. A warp skips tiles that
-//            none of its rows sees; blocks skip those that no row of the unit sees, as the item's range ends there.
+//            none of its rows sees; blocks skip those that no row of the unit sees, as the item's range ends there. With 64 rows
+//            and 4 query heads to a KV head warp 1 has packed rows 16 to 31: query rows 4 to 7 of the unit.
 // Shared     token addresses of two tiles | queries [kRows], unless registers hold them | row bounds | softmax scales | states
 //            [kRows] | masks | kStages x (K tile, V tile). With head_dim 128, 16-bit pages, 64 rows, 64 tokens and 2 stages: 2048
 //            + 16 + 64 * 28 + 48 + 16 = 3920, at 3968 the tiles, 2 * 2 * 64 * 272 = 69,632 bytes: two blocks fit an A100's SM.

@@ -3,7 +3,8 @@
 // Layout     A tile is kTokens rows of K and after them kTokens rows of V. Rows are padded to an odd number of 16-byte units, so
 //            that the 8 rows of an ldmatrix touch all 32 banks: with head_dim 128 and 16-bit pages 17 units, 272 bytes.
 // Threads    Whoever fetched a token's page id leaves the addresses of its rows in shared memory (TokenRows). A power of two of
-//            lanes copies a row, some perhaps idle: each keeps its place in rows, and addresses advance by constants.
+//            lanes copies a row, some perhaps idle: each keeps its place in rows, and addresses advance by constants. With
+//            head_dim 80 and 16-bit pages a row is 10 pieces for 16 lanes, 6 of them idle, and a warp copies 2 rows at a time.
 // Not here   When tiles are fetched and waited for: decode_mma.cu, prefill.cu.
 #pragma once
 #include "work.cuh"

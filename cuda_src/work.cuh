@@ -4,9 +4,10 @@
 // Work       The query heads of one KV head times the query rows of one sequence are its packed rows: row r, head g of the group at
 //            r * group + g. A unit is up to kRows packed rows of one sequence. Its keys are cut into items of tokens. blockIdx.y is
 //            the KV head; blockIdx.x walks the items of its share of a plan (kPlanned), or is one (unit, split) whose range follows
-//            from the lengths in device memory.
+//            from the lengths in device memory. With 4 query heads to a KV head packed row 7 is head 3 of query row 1.
 // Partials   Float32, [num_partials, num_kv_heads, kRows, head_dim], beside their softmax states. The last block of a unit to
-//            finish, by an integer ticket, merges them in index order, so the bits do not depend on who came last.
+//            finish, by an integer ticket, merges them in index order, so the bits do not depend on who came last. A partial of 8
+//            rows with head_dim 128 and 8 KV heads is 8 * 8 * 128 * 4 = 32,768 bytes of sums and 512 of states.
 // Prefixes   Sequences whose tables begin with the same blocks may form a group. One launch attends to the keys of the groups'
 //            prefixes: there a unit is packed rows of a group, over the rows of all its sequences, and leaves its states and sums
 //            as they are. The launches after it attend to what is a sequence's own, and add the prefix when a row is finished.

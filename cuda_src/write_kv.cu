@@ -6,8 +6,8 @@
 //            strides too. Head_dim lies in chunks of kKChunk (K) and kVChunk (V) contiguous elements: one chunk for HND and NHD,
 //            16 bytes for classic K, a single element for classic V.
 // Threads    threadIdx.y is a token of the block, threadIdx.x strides over the kVec-element pieces of all its heads: neighbours
-// read
-//            and write neighbouring bytes.
+//            read and write neighbouring bytes. 8 heads of 128 in 16 bits are 128 pieces of 8 elements, so a block of 128 x 2
+//            threads writes 2 tokens, and thread (19, 0) entries 24 to 31 of head 1. No shared memory.
 // Not here   Checks of slots (the host made them), except against the pool's size when kDebug.
 #include "ptx.cuh"
 #include "types.cuh"

@@ -191,13 +191,13 @@ def clean_path(blocks: list[Block]) -> list[tuple[Instruction, bool]]:
     brings no new maximum. Loops inside are passed once.
     """
     all_loops = list(loops(blocks))
-    candidates: list[tuple[int, int, set[int]]] = []
-    for math in MATH:  # on tensor cores where there are any
-        candidates = candidates or [
-            (sum(len(blocks[i].instructions) for i in members), header, members)
-            for header, members in all_loops
-            if any(count(blocks[i], COPY) for i in members) and any(count(blocks[i], math) for i in members)
-        ]
+    # on tensor cores where there are any: then a multiply-add is part of the softmax, of one that brings a new maximum perhaps
+    math = next((kind for kind in MATH if any(count(block, kind) for block in blocks)), MATH[-1])
+    candidates = [
+        (sum(len(blocks[i].instructions) for i in members), header, members)
+        for header, members in all_loops
+        if any(count(blocks[i], COPY) for i in members) and any(count(blocks[i], math) for i in members)
+    ]
     if not candidates:
         raise ValueError("no loop copies and multiplies")
     _, header, members = min(candidates, key=lambda c: c[0])
@@ -223,7 +223,7 @@ def clean_path(blocks: list[Block]) -> list[tuple[Instruction, bool]]:
         on_path.discard(i)
         if found is not None:
             (copies, products, length), rest_of_path = found
-            copies, products = copies + count(block, COPY), products + count(block, *MATH)
+            copies, products = copies + count(block, COPY), products + count(block, math)
             found = ((copies, products, length - len(block.instructions)), [i, *rest_of_path])
         best[i] = found
         return found

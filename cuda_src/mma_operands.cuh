@@ -3,7 +3,8 @@
 // Types      16-bit pages are multiplied as they are. fp8 pages become halves, queries too: bf16 queries times a power of two per
 //            row, which the softmax scale takes back. Probabilities are halves, bf16 for bf16 pages. Accumulators float32.
 // Lanes      Lane t, g = t / 4, c = t % 4. Order inside head_dim is free in Q K^T: with fp8 a lane takes the four codes of its
-//            register, and queries are stored in that order (query_position).
+//            register, and queries are stored in that order (query_position): by the bit trick entries 0, 2, 1, 3 of head_dim
+//            stand at positions 0, 1, 8, 9 of their 16.
 // Shared     Queries [rows] of head_dim halves, a multiple of 16, padded to an odd number of 16-byte units: 272 bytes for 128.
 #pragma once
 #include "tile_copy.cuh"
@@ -17,8 +18,8 @@ constexpr bool kByteTrick = false;
 constexpr bool kByteTrick = is_same_type<kCacheType, fp8_e4m3>;
 #endif
 constexpr float kCodeFactor = kByteTrick ? 256.0f : 1.0f;  // of an fp8 value over what is multiplied in its place
-constexpr float kSmallestScale = 1e-37f;
-constexpr int kSteps = (kHeadDim + 15) / 16;  // of 16 entries of head_dim, the last perhaps 8
+constexpr float kSmallestScale = 1.2e-38f;                 // just not subnormal: 0 would make NaN of an empty state's -inf
+constexpr int kSteps = (kHeadDim + 15) / 16;               // of 16 entries of head_dim, the last perhaps 8
 constexpr int kQueryRowBytes = (2 * kSteps | 1) * 16;
 constexpr bool kQueryInRegisters = kRowTiles * kHeadDim <= 256;
 
@@ -101,8 +102,9 @@ template <int kCount, int kStep>
 __device__ __forceinline__ void load_queries(const Params& p, const Task& task, unsigned char* queries, float* scales, int first) {
   constexpr int kEntries = (kSteps * 16 + 31) / 32, kBatch = kCount < 8 ? kCount : 8;  // of a lane; rows in flight
   const int lane = threadIdx.x % 32;
-  // A negative scale is its magnitude with negated queries, so that the largest score is that of the largest logit; 0 is next to 0.
-  const float scale = fmaxf(fabsf(p.scale) * p.k_scale[task.head] * kCodeFactor, kSmallestScale);
+  // A negative scale is its magnitude with negated queries, so that the largest score is that of the largest logit; a scale of 0 is
+  // queries of 0.
+  const float scale = fabsf(p.scale) * p.k_scale[task.head] * kCodeFactor;
 #pragma unroll 1
   for (int done = 0; done < kCount; done += kBatch) {
     kQueryType entries[kBatch][kEntries];
@@ -122,13 +124,14 @@ __device__ __forceinline__ void load_queries(const Params& p, const Task& task, 
       const int r = first + (done + b) * kStep;
       float back = 1.0f, forth = 1.0f;
       if constexpr (kScaledQuery) {
-        // The largest entry becomes 1 to 2; what is lost at the small end is below 2^-25 of the largest.
+        // The largest entry becomes 1 to 2; what is lost at the small end is below 2^-25 of the largest. Entries from 2^112 on stay
+        // larger, up to 2^16, so that no factor overflows.
         float top = 0.0f;
 #pragma unroll
         for (int i = 0; i < kEntries; ++i) top = fmaxf(top, fabsf(to_float(entries[b][i])));
 #pragma unroll
         for (int flip = 16; flip > 0; flip /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, flip));
-        const int exponent = max(min(int(__float_as_uint(top) >> 23), 253), 1);
+        const int exponent = max(min(int(__float_as_uint(top) >> 23), 127 + 112), 1);
         forth = __uint_as_float(unsigned(254 - exponent) << 23);
         back = __uint_as_float(unsigned(exponent) << 23);
       }
@@ -144,16 +147,16 @@ __device__ __forceinline__ void load_queries(const Params& p, const Task& task, 
           }
         }
       }
-      if (lane == 0) scales[r] = scale * back;
+      if (lane == 0) scales[r] = fmaxf(scale * back, kSmallestScale);
     }
   }
-  if (p.scale < 0.0f) {
+  if (p.scale <= 0.0f) {
     constexpr int kWords = kSteps * 8;  // of a row
     __syncwarp();
 #pragma unroll 1
     for (int i = lane; i < kCount * kWords; i += 32) {
       unsigned char* at = queries + (first + i / kWords * kStep) * kQueryRowBytes + i % kWords * 4;
-      store_as(at, load_as<unsigned>(at) ^ 0x80008000u);
+      store_as(at, p.scale < 0.0f ? load_as<unsigned>(at) ^ 0x80008000u : 0u);
     }
   }
 }

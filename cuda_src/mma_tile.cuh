@@ -2,11 +2,12 @@
 //
 // What       S^T = K Q^T, online softmax, O^T += V^T P^T. Keys are the M of mma.m16n8k16 and packed rows its N: 8 rows cost half of
 //            what 16 cost, and a lane holds the same two rows of a row tile in S^T and in O^T, so rescaling needs no exchange.
-// Lanes      Lane t, g = t / 4, c = t % 4. Keys g and g + 8 of each 16, rows 2c and 2c + 1 of each 8 (S^T, states and O^T).
+// Lanes      Lane t, g = t / 4, c = t % 4. Keys g and g + 8 of each 16, rows 2c and 2c + 1 of each 8 (S^T, states and O^T): lane 6
+//            has keys 1 and 9, rows 4 and 5.
 //            O^T tile m holds entries 16 m + g and 16 m + g + 8 of head_dim for 16-bit pages, 16 m + 2 g and the next for fp8 (one
 //            ldmatrix of 16-bit units brings a pair of codes).
 // Shared     Tiles as in tile_copy.cuh. Sums are left as rows of head_dim + 4 floats: with head_dim 128 lane (g, c) stores at float
-//            2 c * 132 + g, which is bank 8 c + g.
+//            2 c * 132 + g, which is bank 8 c + g; with fp8 it is bank 8 c + 2 g, two lanes to a bank, once an item.
 // Not here   Where tiles come from, and how warps share them: decode_mma.cu, prefill.cu.
 #pragma once
 #include "mma_operands.cuh"
@@ -21,19 +22,28 @@ using Sums = float[kSteps][kRowTiles][4];
 // What this lane's rows, 2c and 2c + 1 of each row tile, have seen so far. Where a logit is nothing but a score times a scale, it
 // is left as the score: probabilities are 2^(score * scale - base), one multiply-add, which rounds once, where the scale would
 // round by the size of the logit. Any base near the largest logit is right as long as all sums are over the same, so it may be
-// rounded.
+// rounded, but only where that moves it by little: beyond kMostRounded the largest score is subtracted first, and the base is 0.
 constexpr bool kScoresAsLogits = !kSoftcap && !kAlibi;
+constexpr float kMostRounded = 1 << 20;  // 2^-5 off at most
 struct RowState {
   float scale[kRowTiles][2];  // of scores; with kScoresAsLogits to units of base 2
   float max[kRowTiles][2];    // of logits, or of the scores in their place; the same in all lanes of a row
   float sum[kRowTiles][2];    // of this lane's keys only
 
-  // What probabilities are over. A product on its own, not fused: it must be the same number wherever it is taken.
-  __device__ __forceinline__ float base(int t, int h, float top) const {
+  // The largest logit. A product on its own, not fused: it must be the same number wherever it is taken.
+  __device__ __forceinline__ float logit(int t, int h, float top) const {
     return kScoresAsLogits ? __fmul_rn(top, scale[t][h]) : top;
   }
+  static __device__ __forceinline__ bool rounded(float logit) { return !kScoresAsLogits || fabsf(logit) <= kMostRounded; }
   __device__ __forceinline__ float probability(int t, int h, float logit, float base) const {
     return kScoresAsLogits ? exp2_approx(fmaf(logit, scale[t][h], -base)) : exp_above(logit, base);
+  }
+  // What sums over the largest logit so far shrink by when it becomes `top`, -inf where there is none.
+  __device__ __forceinline__ float shrink(int t, int h, float top) const {
+    if (!kScoresAsLogits) return exp_above(max[t][h], anchor(top));
+    const float before = logit(t, h, max[t][h]), after = logit(t, h, top);
+    const float score = (rounded(before) ? 0.0f : max[t][h]) - (rounded(after) ? 0.0f : anchor(top));
+    return exp2_approx(fmaf(score, scale[t][h], (rounded(before) ? before : 0.0f) - (rounded(after) ? after : 0.0f)));
   }
 };
 
@@ -124,8 +134,8 @@ __device__ __forceinline__ void to_logits(const Params& p, const Row* rows, int 
 
 // The online softmax: logits become probabilities, as B operands of P^T; what was summed before shrinks.
 __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, unsigned (&b)[kGroups][kRowTiles][2]) {
-  float top[kRowTiles][2];
-  bool rises = false;
+  float top[kRowTiles][2], base[kRowTiles][2];
+  bool usual = true;
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
@@ -136,19 +146,24 @@ __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, u
 #pragma unroll
       for (int flip = 4; flip < 32; flip *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, flip));
       top[t][h] = fmaxf(state.max[t][h], x);
-      rises |= top[t][h] > state.max[t][h];
+      base[t][h] = kScoresAsLogits ? state.logit(t, h, top[t][h]) : anchor(top[t][h]);
+      usual &= top[t][h] == state.max[t][h] && RowState::rounded(base[t][h]);
     }
   }
-  if (__any_sync(kAllLanes, rises)) {
+  if (!__all_sync(kAllLanes, usual)) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
       float shrink[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float before = state.base(t, h, state.max[t][h]), after = state.base(t, h, anchor(top[t][h]));
-        shrink[h] = kScoresAsLogits ? exp2_approx(before - after) : exp_above(before, after);
+        shrink[h] = state.shrink(t, h, top[t][h]);
         state.max[t][h] = top[t][h];
         state.sum[t][h] *= shrink[h];
+        if (!RowState::rounded(base[t][h])) {
+          base[t][h] = 0.0f;
+#pragma unroll
+          for (int i = 0; i < kGroups; ++i) s[i][t][h] -= anchor(top[t][h]), s[i][t][2 + h] -= anchor(top[t][h]);
+        }
       }
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) {
@@ -159,14 +174,11 @@ __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, u
   }
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
-    float base[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) base[h] = state.base(t, h, anchor(state.max[t][h]));
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        s[i][t][v] = state.probability(t, v % 2, s[i][t][v], base[v % 2]);
+        s[i][t][v] = state.probability(t, v % 2, s[i][t][v], base[t][v % 2]);
         state.sum[t][v % 2] += s[i][t][v];
       }
       b[i][t][0] = movmatrix_trans(pack(s[i][t][0], s[i][t][1]));
@@ -241,7 +253,7 @@ __device__ __forceinline__ void reset(const float* scales, RowState& state, Sums
   }
 }
 
-constexpr int kSumFloats = kHeadDim + 4;  // of a row of sums in shared memory: the 32 lanes of a store touch all banks
+constexpr int kSumFloats = kHeadDim + 4;  // of a row of sums in shared memory: rows 2c of a store begin 8 banks apart
 
 // States and sums of this warp's rows to shared memory, `states` and `out` at the first of them.
 __device__ __forceinline__ void leave(RowState& state, const Sums& sums, SoftmaxState* states, float* out) {
@@ -253,7 +265,7 @@ __device__ __forceinline__ void leave(RowState& state, const Sums& sums, Softmax
 #pragma unroll
       for (int flip = 4; flip < 32; flip *= 2) state.sum[t][h] += __shfl_xor_sync(kAllLanes, state.sum[t][h], flip);
       const int row = t * 8 + c * 2 + h;
-      if (g == 0) states[row] = {state.base(t, h, state.max[t][h]) * (kScoresAsLogits ? kLn2 : 1.0f), state.sum[t][h]};
+      if (g == 0) states[row] = {state.logit(t, h, state.max[t][h]) * (kScoresAsLogits ? kLn2 : 1.0f), state.sum[t][h]};
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) {
 #pragma unroll

@@ -48,10 +48,12 @@ def test_unowned_memory_never_changes_a_bit(device: Device, rng: np.random.Gener
             same_bits(poisoned_lse, lse)
 
 
-@pytest.mark.parametrize("magnitude", [5e4, 1e6, 1e30])
-def test_huge_logits_of_either_sign(device: Device, rng: np.random.Generator, magnitude: float) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("magnitude", [5e4, 1e6, 1e10, 1e30])
+def test_huge_logits_of_either_sign(device: Device, rng: np.random.Generator, magnitude: float, dtype: str) -> None:
     # one head_dim entry carries the logit, so float32 holds it exactly and the expected weights are known
-    case = make_case(rng, seq_lens=[9, 33], num_kv_heads=1, group=2, head_dim=8, block_size=4)
+    magnitude = float(np.asarray(magnitude, numpy_dtype(dtype)))
+    case = make_case(rng, seq_lens=[9, 133], num_kv_heads=1, group=2, head_dim=8, block_size=4, dtype=dtype)
     case.q[:] = 0
     case.q[:, 0, 0], case.q[:, 1, 0] = 1, -1
     case.k_cache[...] = np.where(np.isnan(case.k_cache), np.nan, 0)
@@ -59,22 +61,27 @@ def test_huge_logits_of_either_sign(device: Device, rng: np.random.Generator, ma
     case.options["scale"] = 1.0
     out, lse = run(device, case)
     expected_out, _ = case.oracle()
-    np.testing.assert_allclose(out, expected_out, atol=1e-6)
+    np.testing.assert_allclose(out.astype(np.float64), expected_out, atol=1e-6 if dtype == "float32" else 2**-8)
     np.testing.assert_allclose(lse[:, 0], -magnitude + np.log(case.seq_lens), rtol=1e-6)
     np.testing.assert_allclose(lse[:, 1], magnitude + np.log(case.seq_lens), rtol=1e-6)
 
 
-def test_a_far_key_does_not_hide_behind_a_finite_minus_infinity(device: Device, rng: np.random.Generator) -> None:
-    # the first tile has logits of -1e6, a later one of -2e6: the running maximum must start at a true -inf
-    case = make_case(rng, seq_lens=[64], num_kv_heads=1, group=1, head_dim=8, block_size=16)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("step", [-1e6, 1e6, -1e10, 1e10])
+def test_a_far_key_does_not_hide_behind_a_finite_minus_infinity(
+    device: Device, rng: np.random.Generator, step: float, dtype: str
+) -> None:
+    # each tile has logits another step away, the first or the last the largest: the running maximum must start at a true -inf
+    case = make_case(rng, seq_lens=[256], num_kv_heads=1, group=1, head_dim=8, block_size=64, dtype=dtype)
     case.q[:] = 0
     case.q[..., 0] = 1
     for column in range(4):
-        case.k_cache[case.block_tables[0, column], 0, :, 0] = -1e6 * (column + 1)
+        case.k_cache[case.block_tables[0, column], 0, :, 0] = step * (column + 1)
     case.options["scale"] = 1.0
     out, lse = run(device, case)
-    np.testing.assert_allclose(lse, -1e6 + np.log(16), rtol=1e-7)
-    np.testing.assert_allclose(out, case.oracle()[0], atol=1e-5)
+    largest = float(np.asarray(max(step, 4 * step), numpy_dtype(dtype)))
+    np.testing.assert_allclose(lse, largest + np.log(64), rtol=3e-7)
+    np.testing.assert_allclose(out.astype(np.float64), case.oracle()[0], atol=1e-5 if dtype == "float32" else 2**-8)
 
 
 def test_more_query_rows_than_keys(device: Device, rng: np.random.Generator) -> None:
@@ -149,6 +156,35 @@ def test_scales_act_in_decode_and_prefill_alike(device: Device, rng: np.random.G
                 rng, seq_lens=[20, 11], query_lens=query_lens, kv_dtype=kv_dtype, dtype="float16", **scales
             )
             assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "softcap", "alibi"),
+    [
+        ("float16", None, None, False), ("bfloat16", "fp8_e4m3", None, False), ("float16", None, 2.0, False),
+        ("bfloat16", "fp8_e4m3", None, True), ("float16", None, 2.0, True),
+    ],
+)  # fmt: skip
+def test_a_scale_may_be_negative_or_zero(
+    device: Device, dtype: str, kv_dtype: str | None, softcap: float | None, alibi: bool, rng: np.random.Generator
+) -> None:
+    # one call of decode and prefill rows; several tiles, so that the largest logit changes between them
+    case = make_case(
+        rng, seq_lens=[150, 70], query_lens=[1, 12], dtype=dtype, kv_dtype=kv_dtype, softcap=softcap, magnitude=2.0,
+        alibi_slopes=np.array([0.3, -0.2, 0.1, 0], np.float32) if alibi else None,
+        k_scale=np.array([0.5, 2.0], np.float32), sinks=np.array([0.5, -1, 2, 0], np.float32),
+    )  # fmt: skip
+    for scale in (-0.7, -1e-3, 0.0):
+        case.options["scale"] = scale
+        assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
+    out, lse = run(device, case)
+    case.options["scale"] = -0.0
+    minus_out, minus_lse = run(device, case)
+    same_bits(minus_out, out)
+    same_bits(minus_lse, lse)
+    if not alibi:
+        counted = np.array([150, *range(59, 71)])
+        np.testing.assert_allclose(lse, np.broadcast_to(np.log(counted)[:, None], lse.shape), rtol=1e-6)
 
 
 def test_k_and_v_strides_are_each_their_own(device: Device, rng: np.random.Generator) -> None:

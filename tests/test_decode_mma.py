@@ -73,21 +73,30 @@ def test_every_finite_fp8_code_is_exact(kv_dtype: str, arch: int, rng: np.random
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
-def test_bf16_queries_of_any_magnitude_meet_fp8_keys(magnitude: float, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("magnitude", "scale"), [(1e-30, 3e29), (1e30, 3e-31), (1e37, 3e-38), (1e36, 1.0)])
+def test_bf16_queries_of_any_magnitude_meet_fp8_keys(
+    magnitude: float, scale: float, arch: int, rng: np.random.Generator
+) -> None:
     # far outside the range of halves, in which fp8 keys are multiplied
     case = make_case(
-        rng,
-        seq_lens=[40, 7],
-        group=3,
-        head_dim=64,
-        block_size=16,
-        dtype="bfloat16",
-        kv_dtype="fp8_e4m3",
-        scale=0.3 / magnitude,
+        rng, seq_lens=[40, 7], group=3, head_dim=64, block_size=16, dtype="bfloat16", kv_dtype="fp8_e4m3", scale=scale
     )
     case.q[:] = (case.q.astype(np.float32) * magnitude).astype(case.q.dtype)
-    assert_close(case, *run(case), tensor_cores=True)
+    assert_close(case, *run(case, arch), tensor_cores=True)
+
+
+@pytest.mark.parametrize(("magnitude", "scale"), [(0.0, 0.125), (1e-37, 0.125), (1e-30, -1e-10), (1e37, 0.0)])
+def test_logits_too_small_for_float32_weigh_keys_alike(
+    magnitude: float, scale: float, rng: np.random.Generator
+) -> None:
+    # a softmax scale times a row's power of two below the smallest normal float32
+    case = make_case(
+        rng, seq_lens=[40, 7], group=3, head_dim=64, block_size=16, dtype="bfloat16", kv_dtype="fp8_e4m3", scale=scale
+    )
+    case.q[:] = (case.q.astype(np.float32) * magnitude).astype(case.q.dtype)
+    _, lse = run(case)
+    np.testing.assert_allclose(lse, np.log([[40.0] * 6, [7.0] * 6]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

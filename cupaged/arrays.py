@@ -47,7 +47,6 @@ class Attention(NamedTuple):
     plan: Plan | None
     out: Array  # [num_tokens, num_heads, head_dim]
     lse: Array | None  # [num_tokens, num_heads] float32
-    share_prefix: bool
     form: Form  # what it has in common with other calls
 
 

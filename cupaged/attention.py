@@ -200,7 +200,7 @@ def _attend(
         lse = empty_beside(q, q.shape[:2], np.float32)
     call = Attention(
         q, k_pages, v_pages, *metadata, form.scale, o.causal, o.window, o.chunk, form.softcap, alibi_slopes, sinks, k_scale, v_scale,
-        o.kv_dtype, o.num_splits, plan, out, lse, o.share_prefix, form,
+        o.kv_dtype, o.num_splits, plan, out, lse, form,
     )  # fmt: skip
     if len(q):
         backend_of(q).paged_attention(call)

@@ -71,12 +71,10 @@ class DeviceWork:
             for config, size, *where in zip(kernels, sizes, part_offsets, addresses, strict=True)
         )
         # what a kernel is told of the step
-        named = ["seq_lens", "query_start_loc", "block_tables"]
-        if self.shared is not None:
-            named += ["shared_rows", "first_shared_row"]
         self.metadata = tuple(base + self.offsets[name] for name in ("block_tables", "seq_lens", "query_start_loc"))
+        of_prefixes = () if self.shared is None else ("shared_rows", "first_shared_row")
         self.parameters = {
-            **{name: base + self.offsets[name] for name in named},
+            **{name: base + self.offsets[name] for name in of_prefixes},
             "table_row": self.sizes.columns, "max_blocks": self.sizes.columns, "num_seqs": self.sizes.seqs, "splits": 1,
         }  # fmt: skip
         # Launches follow one another and leave the tickets at 0: they share a workspace.

@@ -315,7 +315,7 @@ def attend(
     machine.backend.paged_attention(
         Attention(
             there, *pages, *metadata, form.scale, o["causal"], o["window"], o["chunk"], o["softcap"], *per_head, *scales,
-            form.options.kv_dtype, o["num_splits"], plan, out, lse, True, form,
+            form.options.kv_dtype, o["num_splits"], plan, out, lse, form,
         )
     )  # fmt: skip
     return machine.get(out), machine.get(lse)

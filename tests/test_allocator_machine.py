@@ -501,7 +501,7 @@ def test_long_walks_with_groups_equal_the_model(groups: int, seed: int) -> None:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("same_hash", [False, True])
 def test_a_million_calls_equal_the_model(same_hash: bool, seed: int) -> None:
-    for i in range(500):
+    for i in range(1000):
         walk(Random(seed + i), 1000, same_hash, i % len(GROUPS))
 
 

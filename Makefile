@@ -25,7 +25,7 @@ serve: $(call env,demo)  ## requests that come over time, in one batch that chan
 	$(PY) examples/serve.py
 
 test: $(call env,test)  ## the whole test suite
-	$(PY) -m pytest
+	$(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo '-n auto --maxprocesses 4 --dist loadfile')
 
 fuzz: $(call env,test)  ## long random searches
 	$(PY) -m pytest -m fuzz

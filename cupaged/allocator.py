@@ -180,11 +180,12 @@ class BlockAllocator:
         requests.check_new([id])
         row = requests.vacant(1)
         count, tokens = _new_tokens(n, token_ids)
+        root = self._cache.root(extra_key, False) if self._cache else 0
         if self._cache is None or tokens is None:
             step = self._growth.extend(row, np.zeros(1, np.int64), count, self._reserve)
             requests.known[row] = 0
         else:
-            step = self._growth.attach(row, self._cache.root(extra_key, False), tokens, int(count[0]), self._reserve)
+            step = self._growth.attach(row, root, tokens, int(count[0]), self._reserve)
         if self._cache:
             requests.root[row] = self._cache.root(extra_key, True)
         requests.bind([id], row)

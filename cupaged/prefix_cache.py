@@ -72,9 +72,17 @@ class PrefixCache:
         pool.track(self.serial, self.forget)
 
     def root(self, extra_key: Hashable | Mapping[str, Hashable], create: bool) -> int:
-        """Number of the root of `extra_key`; 0 when no request had it so far and `create` is False."""
-        key = _frozen(extra_key)
-        root = self._roots.get(key, 0)
+        """Number of the root of `extra_key`; 0 when no request had it so far and `create` is False.
+
+        Raises TypeError, with nothing changed, for a key that has no hash.
+        """
+        try:
+            key = _frozen(extra_key)
+            root = self._roots.get(key, 0)
+        except TypeError as error:
+            raise TypeError(
+                f"extra_key: expected hashable values, got {extra_key!r} ({error}); write tuples in place of lists"
+            ) from error
         if not root and create:
             root = self._roots[key] = self._numbers(1)
             self._keys[root] = extra_key

@@ -303,7 +303,17 @@ def test_tokens_that_contradict_a_shared_block_are_refused() -> None:
         (lambda a: a.commit(["X"], [1]), KeyError, "'X'"),
         (lambda a: a.add_request("C"), TypeError, "n or token_ids"),
         (lambda a: a.add_request("C", token_ids=[[1]]), ValueError, "token_ids: expected one dimension"),
-        (lambda a: a.add_request("C", token_ids=[1], extra_key=[]), TypeError, "unhashable"),
+        (
+            lambda a: a.add_request("C", token_ids=[1], extra_key=[]),
+            TypeError,
+            "extra_key: expected hashable values, got []",
+        ),
+        (lambda a: a.add_request("C", 1, extra_key=[]), TypeError, "extra_key: expected hashable values, got []"),
+        (
+            lambda a: a.add_request("C", 1, extra_key={"salt": []}),
+            TypeError,
+            "extra_key: expected hashable values, got {'salt': []}",
+        ),
         (lambda a: a.take_events(), RuntimeError, "record_events=True"),
     ],
 )
@@ -315,6 +325,7 @@ def test_a_wrong_call_says_why_and_changes_nothing(call: Any, error: type[Except
     with pytest.raises(error, match=re.escape(message)):
         call(alloc)
     assert observe(alloc) == before
+    alloc.check()
 
 
 def test_statistics_tell_no_query_from_no_hit() -> None:

@@ -85,7 +85,7 @@ class PrefixCache:
             ) from error
         if not root and create:
             root = self._roots[key] = self._numbers(1)
-            self._keys[root] = extra_key
+            self._keys[root] = dict(extra_key) if isinstance(extra_key, Mapping) else extra_key
         return root
 
     # ---- finding ----
@@ -512,7 +512,9 @@ def _repeats(hashes: Hashes) -> bool:
 
 
 def _frozen(key: Hashable | Mapping[str, Hashable]) -> Hashable:
-    """`key` so that different kinds and types are never equal: {"salt": "x"} is not {"adapter": "x"}, 1 is not True."""
+    """`key` so that different kinds and types are never equal: {"salt": "x"} is not {"adapter": "x"}, (1,) is not (True,)."""
     if isinstance(key, Mapping):
-        return "parts", frozenset((kind, type(part), part) for kind, part in key.items())
+        return "parts", frozenset((kind, _frozen(part)) for kind, part in key.items())
+    if isinstance(key, tuple):
+        return type(key), tuple(_frozen(part) for part in key)
     return "whole", type(key), key

@@ -95,6 +95,7 @@ def test_generated_tokens_are_found_too() -> None:
     [
         (None, "x"), ("x", "y"), ({"salt": "x"}, {"adapter": "x"}), ({"salt": "x"}, "x"), (1, True), (1, "1"),
         ({"adapter": "x"}, {"adapter": "x", "salt": "x"}), (("adapter", "x"), {"adapter": "x"}), ({"adapter": 1}, {"adapter": True}),
+        (("x", 1), ("x", True)), ({"adapter": ("x", (1,))}, {"adapter": ("x", (1.0,))}),
     ],
 )  # fmt: skip
 def test_equal_tokens_under_another_key_are_not_shared(one: Any, other: Any) -> None:

@@ -55,7 +55,7 @@ def prefix_hits(trace: Trace, num_blocks: int, block_size: int = HASHED_TOKENS) 
         if -(-len(prompt) // block_size) > num_blocks:
             continue
         assert alloc._cache is not None
-        root = alloc._cache.root(None, True)
+        root = alloc._cache.root(None, np.zeros(0, np.int64))
         # one token of a prompt is always computed: what was there is seen before that rule
         found += len(alloc._cache.match(root, prompt, len(prompt))[0])
         references += len(prompt) // block_size

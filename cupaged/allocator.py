@@ -180,14 +180,14 @@ class BlockAllocator:
         requests.check_new([id])
         row = requests.vacant(1)
         count, tokens = _new_tokens(n, token_ids)
-        root = self._cache.root(extra_key, False) if self._cache else 0
+        root = self._cache.roots.find(extra_key) if self._cache else 0
         if self._cache is None or tokens is None:
             step = self._growth.extend(row, np.zeros(1, np.int64), count, self._reserve)
             requests.known[row] = 0
         else:
             step = self._growth.attach(row, root, tokens, int(count[0]), self._reserve)
         if self._cache:
-            requests.root[row] = self._cache.root(extra_key, True)
+            requests.root[row] = self._cache.root(extra_key, requests.root)
         requests.bind([id], row)
         return step
 
@@ -537,7 +537,7 @@ class BlockAllocator:
     ) -> tuple[int, int, Tokens | None]:
         """Root, number of new tokens at most, and tokens to look for (None: no lookup) of a new request."""
         count, tokens = _new_tokens(n, token_ids)
-        root = self._cache.root(extra_key, False) if self._cache else 0
+        root = self._cache.roots.find(extra_key) if self._cache else 0
         return root, int(count[0]), tokens if self._cache else None
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:

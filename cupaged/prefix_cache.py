@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from .block_pool import BlockPool, Ints
 from .free_queues import Blocks
 from .hash_index import Hashes, HashIndex, Homes
+from .roots import Roots
 from .siblings import Siblings, common_lengths
 
 Tokens = npt.NDArray[np.int32]
@@ -60,8 +62,7 @@ class PrefixCache:
         self._twins = 0  # blocks that are not their own canonical one
         self._index = HashIndex(np.zeros(n, np.uint64))
         self._siblings = Siblings(pool, self.serial, self.parent)
-        self._roots: dict[Hashable, int] = {}
-        self._keys: dict[int, Hashable] = {}  # extra_key of each root
+        self.roots = Roots()
         self._next = 1
         self.cut = (
             False  # whether a block may ever have known more tokens than a request that ends in it has, see `truncated`
@@ -71,21 +72,14 @@ class PrefixCache:
         self.queried_tokens = self.hit_tokens = 0
         pool.track(self.serial, self.forget)
 
-    def root(self, extra_key: Hashable | Mapping[str, Hashable], create: bool) -> int:
-        """Number of the root of `extra_key`; 0 when no request had it so far and `create` is False.
-
-        Raises TypeError, with nothing changed, for a key that has no hash.
-        """
-        try:
-            key = _frozen(extra_key)
-            root = self._roots.get(key, 0)
-        except TypeError as error:
-            raise TypeError(
-                f"extra_key: expected hashable values, got {extra_key!r} ({error}); write tuples in place of lists"
-            ) from error
-        if not root and create:
-            root = self._roots[key] = self._numbers(1)
-            self._keys[root] = dict(extra_key) if isinstance(extra_key, Mapping) else extra_key
+    def root(self, extra_key: Hashable | Mapping[str, Hashable], held: Ints) -> int:
+        """Number of the root of `extra_key`, a new one if there is none. `held [n]` are roots of requests, which must stay."""
+        root = self.roots.find(extra_key)
+        if not root:
+            if self.roots.many:
+                self.roots.keep(chain(held.tolist(), self._siblings.roots()))
+            root = self._numbers(1)
+            self.roots.add(extra_key, root)
         return root
 
     # ---- finding ----
@@ -376,8 +370,7 @@ class PrefixCache:
         self._twins = 0
         self._index.clear()
         self._siblings.clear()
-        self._roots.clear()
-        self._keys.clear()
+        self.roots.clear()
         self._record("cleared", np.zeros(0, np.int64))
 
     def check(self) -> None:
@@ -450,7 +443,7 @@ class PrefixCache:
         if self.events is not None and (len(serials) or kind == "cleared"):
             parents = np.zeros(0, np.int64) if parents is None else parents
             words = self.tokens.take(np.zeros(0, np.int64) if blocks is None else blocks, 0)
-            roots = {p: self._keys[p] for p in parents.tolist() if p in self._keys}
+            roots = self.roots.keys_of(parents.tolist())
             self.events.append(CacheEvent(kind, serials.copy(), parents.copy(), words, roots))
 
 
@@ -509,12 +502,3 @@ def _repeats(hashes: Hashes) -> bool:
     ordered = hashes.copy()
     ordered.sort()
     return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
-
-
-def _frozen(key: Hashable | Mapping[str, Hashable]) -> Hashable:
-    """`key` so that different kinds and types are never equal: {"salt": "x"} is not {"adapter": "x"}, (1,) is not (True,)."""
-    if isinstance(key, Mapping):
-        return "parts", frozenset((kind, _frozen(part)) for kind, part in key.items())
-    if isinstance(key, tuple):
-        return type(key), tuple(_frozen(part) for part in key)
-    return "whole", type(key), key

@@ -6,6 +6,8 @@ and unlinked by arrays; the others one by one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -102,6 +104,10 @@ class Siblings:
             found.append(block)
             block = int(self._next[block])
         return found
+
+    def roots(self) -> Iterable[int]:
+        """Numbers of the roots that have children."""
+        return self._roots
 
     def clear(self) -> None:
         """Empty all lists."""

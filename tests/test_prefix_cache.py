@@ -112,6 +112,21 @@ def test_equal_mappings_are_one_key_in_any_order() -> None:
     assert run(alloc, "B", list(range(9)), {"salt": 1, "adapter": "x"}) == 8
 
 
+def test_keys_that_nobody_needs_any_more_are_forgotten() -> None:
+    alloc = cached()
+    run(alloc, "running", list(range(9)), "of a request")
+    run(alloc, "freed", list(range(9)), "of cached blocks")
+    alloc.free_request("freed")
+    for salt in range(5000):
+        alloc.add_request(salt, 1, extra_key={"salt": salt})
+        alloc.free_request(salt)
+    assert alloc._cache is not None
+    assert len(alloc._cache.roots._numbers) == len(alloc._cache.roots._keys) <= 1024
+    alloc.truncate("running", 8)
+    assert run(alloc, "A", list(range(9)), "of a request") == run(alloc, "B", list(range(9)), "of cached blocks") == 8
+    alloc.check()
+
+
 def test_the_same_block_after_another_prefix_is_not_shared() -> None:
     alloc = cached()
     run(alloc, "A", [1, 1, 1, 1, 5, 5, 5, 5])
@@ -421,7 +436,7 @@ def test_the_mooncake_trace_hits_as_often_as_its_authors_say() -> None:
     alloc = BlockAllocator(300_000, 512, prefix_caching=True)
     hits = references = 0
     for prompt in mooncake():
-        root = alloc._cache.root(None, True)  # type: ignore[union-attr]
+        root = alloc._cache.root(None, np.zeros(0, np.int64))  # type: ignore[union-attr]
         hits += len(alloc._cache.match(root, prompt, len(prompt))[0])  # type: ignore[union-attr]
         references += len(prompt) // 512
         found = int(alloc.add_request("A", token_ids=prompt).num_cached[0])

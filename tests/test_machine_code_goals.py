@@ -51,7 +51,7 @@ def test_decode_of_eight_rows_of_128(arch: int, dtype: str, kv_dtype: str) -> No
     assert a.in_flight >= IN_FLIGHT_GOAL[arch]
     assert a.blocks >= a.config.resident, "the host counts on so many blocks at once"
     if without_e4m3_instruction(arch, kv_dtype):
-        assert a.per_512 <= 40, "of which the bit trick alone takes 24"
+        assert a.per_512 <= 35, "of which the bit trick alone takes 20"
     else:
         assert a.per_512 <= goal(dtype, kv_dtype)
 

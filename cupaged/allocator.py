@@ -27,7 +27,7 @@ from .leaving import cut, laid_by_row
 from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache, Tokens
 from .rehearsal import Rehearsal
-from .rows import Rows
+from .rows import MAX_TOKENS, Rows
 from .stats import Stats, read_stats
 from .steps import Step
 from .tables import BlockTables
@@ -70,7 +70,7 @@ class BlockAllocator:
         host_blocks: int = 0,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.block_size = integer(block_size, "block_size", 1)
+        self.block_size = integer(block_size, "block_size", 1, MAX_TOKENS)
         if not 0.0 <= watermark <= 1.0:
             raise ValueError(f"watermark: expected a share of the pool from 0.0 to 1.0, got {watermark}")
         self.watermark = watermark
@@ -81,6 +81,11 @@ class BlockAllocator:
             if self.block_size % self.kernel_block_size:
                 raise ValueError(
                     f"kernel_block_size: expected a divisor of block_size = {self.block_size}, got {kernel_block_size}"
+                )
+            if self.num_blocks * (self.block_size // self.kernel_block_size) >= 2**31:
+                raise ValueError(
+                    f"kernel_block_size: expected at most 2**31 - 1 kernel blocks, got {self.num_blocks} blocks of "
+                    f"{self.block_size // self.kernel_block_size}; make it larger"
                 )
         self.groups = checked(groups)
         self._requests = Rows(self.block_size, self.groups)

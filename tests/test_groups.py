@@ -285,6 +285,16 @@ def test_a_kernel_block_size_that_does_not_divide_is_refused() -> None:
         BlockAllocator(4, 16, kernel_block_size=12)
 
 
+def test_kernel_blocks_past_int32_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"kernel_block_size: expected at most 2\*\*31 - 1 kernel blocks, got 1048576 blocks of 2048"):
+        BlockAllocator(2**20, 4096, kernel_block_size=2)
+    alloc = BlockAllocator(2**20, 4096, kernel_block_size=4)
+    alloc.pool.take(2**20 - 1)
+    step = alloc.add_request("A", 4095)
+    assert step.block_tables[0, -1] == 2**30 - 1
+    assert step.slot_mapping[-1] == 2**32 - 2
+
+
 # ---- the data plane ----
 
 KINDS: dict[str, list[Group]] = {

@@ -119,7 +119,7 @@ class Step:
         before = self.slot_mapping, self.seq_lens, self.query_start_loc
         packed = np.zeros(n * columns + (n * columns & 1) + 2 * num_tokens + 2 * n + 1, np.int32)
         self._lay_out(packed, n, columns, num_tokens)
-        self.block_tables[:] = tables.reshape(n, -1)[:, :columns]
+        self.block_tables[:] = tables.reshape(n, tables.shape[1] * per)[:, :columns]
         self.slot_mapping[:], self.seq_lens[:], self.query_start_loc[:] = before
         for name in ("swap_out", "swap_in", "copies"):
             pairs = getattr(self, name)[:, None] * np.int32(per) + parts[:, None]

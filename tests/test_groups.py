@@ -285,6 +285,12 @@ def test_a_kernel_block_size_that_does_not_divide_is_refused() -> None:
         BlockAllocator(4, 16, kernel_block_size=12)
 
 
+def test_an_empty_batch_makes_a_step_in_kernel_blocks_too() -> None:
+    alloc = BlockAllocator(4, 16, kernel_block_size=4, host_blocks=4)
+    for serial, step in enumerate([alloc.grow_batch([]), alloc.evict([]), alloc.restore([])], 1):
+        assert (step.serial, step.block_tables.shape, step.query_start_loc.tolist()) == (serial, (0, 1), [0])
+
+
 def test_kernel_blocks_past_int32_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kernel_block_size: expected at most 2\*\*31 - 1 kernel blocks, got 1048576 blocks of 2048"):
         BlockAllocator(2**20, 4096, kernel_block_size=2)

@@ -93,6 +93,7 @@ class Preemption:
 
     def evict(self, rows: Ints, hold: bool) -> Step:
         """Send the blocks of `rows` to host blocks. All or nothing: raises OutOfBlocks when too few of those are free."""
+        _check_hold(hold)
         requests, device = self._requests, self._device
         lengths = requests.lengths.take(rows)
         columns = self._groups[0].columns(lengths)
@@ -184,6 +185,7 @@ class Preemption:
 
     def restore(self, rows: Ints, hold: bool) -> Step:
         """Bring `rows` back into blocks of the device. All or nothing: raises OutOfBlocks when too few of those are free."""
+        _check_hold(hold)
         requests, device = self._requests, self._device
         plan = self._plan(rows)
         count, width = len(self._groups), max(int(self._groups[0].columns(plan.lengths).max(initial=0)), 1)
@@ -244,7 +246,9 @@ class Preemption:
         self._held[step.serial] = pool, sources, np.bincount(owners, minlength=len(sizes))
 
     def release(self, step: Step) -> None:
-        """Let go of what `hold=True` kept of a step; raises ValueError when it keeps nothing."""
+        """Let go of what `hold=True` kept of a step; raises ValueError when it keeps nothing, TypeError for what is no step."""
+        if not isinstance(step, Step):
+            raise TypeError(f"step: expected the step that evict or restore gave, got {step!r}")
         if step.serial not in self._held:
             raise ValueError(
                 f"step: number {step.serial} holds no blocks; release a step of evict or restore with hold=True, once"
@@ -283,6 +287,11 @@ class Preemption:
             require(
                 np.all(self._filled[used] == requests.block_size), f"a host block with identity is not full: {used}"
             )
+
+
+def _check_hold(hold: object) -> None:
+    if not isinstance(hold, (bool, np.bool_)):
+        raise TypeError(f"hold: expected True or False, for all requests of the call, got {hold!r}")
 
 
 def _split(table: Blocks, columns: Ints) -> list[Blocks]:

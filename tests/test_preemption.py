@@ -189,6 +189,24 @@ def test_held_blocks_stay_out_of_the_pool_until_the_swap_is_done() -> None:
             alloc.release_swapped(step)
 
 
+def test_a_wrong_hold_or_step_is_refused_before_anything_moves() -> None:
+    alloc = allocator()
+    alloc.add_request("A", 6)
+    alloc.add_request("B", 3)
+    alloc.evict(["B"])
+    before = observe(alloc)
+    for call in (
+        lambda: alloc.evict(["A"], hold=np.array([True, False])),  # type: ignore[arg-type]
+        lambda: alloc.restore(["B"], hold=["B"]),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="hold: expected True or False, for all requests of the call, got"):
+            call()
+    with pytest.raises(TypeError, match="step: expected the step that evict or restore gave, got 2"):
+        alloc.release_swapped(2)  # type: ignore[arg-type]
+    assert observe(alloc) == before
+    alloc.check()
+
+
 def test_a_mirror_sees_an_evicted_table_empty_and_a_restored_one_whole() -> None:
     alloc, mirror = allocator(), TableMirror(4)
     mirror.apply(alloc.add_request("A", 6).delta)

@@ -75,11 +75,13 @@ class BlockPool:
         """Hand out `count` blocks from the front of the queues, one reference each: `[count] int32`.
 
         Blocks of `reuse [m]` are not handed out but get a reference too, free ones with an identity among them.
-        `drop` are arguments of `release`, which is done first: what it frees may be handed out.
+        `drop` are arguments of `release`, which is done first: what it frees may be handed out. It does not go with `reuse`.
         Raises OutOfBlocks with nothing taken or released.
         """
         count = integer(count, "count", 0)
         if drop is not None:
+            if reuse is not None:
+                raise TypeError("reuse, drop: expected one of the two at most, got both; release first")
             left = self.num_free + self.would_free(self._ids(drop[0]))
             if count > left:
                 raise OutOfBlocks(count, left)

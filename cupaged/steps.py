@@ -41,7 +41,7 @@ class Step:
         device: where whoever executes the step may keep what belongs to it.
 
     With several groups of layers these are the first group's; `group(g)` has those of group g. Copies of all groups run before
-    any writes; swaps of all groups are the step's own.
+    any writes; swaps of all groups are the step's own. A step may be pickled for another process; what `device` holds stays here.
     """
 
     __slots__ = (
@@ -86,6 +86,23 @@ class Step:
         self.other_groups = ()
         self.device = {}
         self._shared_prefix: SharedPrefix | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = (
+            "block_tables",
+            "seq_lens",
+            "query_start_loc",
+            "slot_mapping",
+            "device",
+        )  # views of `packed`, and the executor's
+        state = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
+        return state | {"shape": (*self.block_tables.shape, len(self.slot_mapping))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._lay_out(state["packed"], *state.pop("shape"))
+        self.device = {}
+        for name, value in state.items():
+            setattr(self, name, value)
 
     @property
     def shared_prefix(self) -> SharedPrefix:

@@ -56,7 +56,11 @@ def test_random_histories_equal_lists(num_blocks: int, data: st.DataObject) -> N
         (lambda p: p.take(5), OutOfBlocks, "5 needed, 2 free"),
         (lambda p: p.take(-1), ValueError, "count"),
         (lambda p: p.take(1.0), TypeError, "count"),
-        (lambda p: p.take(3, drop=([2], None)), ValueError, "block 2 is released more often than the 0 times it is held"),
+        (
+            lambda p: p.take(3, drop=([2], None)),
+            ValueError,
+            "block 2 is released more often than the 0 times it is held",
+        ),
         (lambda p: p.take(4, drop=([0], None)), OutOfBlocks, "4 needed, 3 free"),
         (lambda p: p.take(1, reuse=[3], drop=([0], None)), TypeError, "reuse, drop: expected one of the two at most"),
         (lambda p: p.acquire([3]), ValueError, "3 is free"),

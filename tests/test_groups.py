@@ -292,7 +292,9 @@ def test_an_empty_batch_makes_a_step_in_kernel_blocks_too() -> None:
 
 
 def test_kernel_blocks_past_int32_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"kernel_block_size: expected at most 2\*\*31 - 1 kernel blocks, got 1048576 blocks of 2048"):
+    with pytest.raises(
+        ValueError, match=r"kernel_block_size: expected at most 2\*\*31 - 1 kernel blocks, got 1048576 blocks of 2048"
+    ):
         BlockAllocator(2**20, 4096, kernel_block_size=2)
     alloc = BlockAllocator(2**20, 4096, kernel_block_size=4)
     alloc.pool.take(2**20 - 1)

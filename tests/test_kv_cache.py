@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,29 @@ def test_copies_of_a_step_run_once(rng: np.random.Generator) -> None:
     cache.begin(copying)  # again: must not copy over what was written
     table = copying.block_tables[0]
     np.testing.assert_array_equal(cache.gather(0, table, 4)[0][3], k[0])
+
+
+def test_a_pickled_step_runs_in_another_process_as_here(rng: np.random.Generator) -> None:
+    alloc = BlockAllocator(6, 4)
+    here, there = small_cache(), small_cache()
+    for call in (
+        lambda: alloc.add_request("A", 6),
+        lambda: alloc.fork_request("A", ["B"]),
+        lambda: alloc.grow_batch(["A", "B"], [1, 3]),
+    ):
+        step = call()
+        if step is None:
+            continue
+        results = []
+        k, v = new_rows(rng, len(step.slot_mapping))
+        for cache in (here, there):
+            cache.begin(step)
+            cache.write(1, k, v, step)
+            results.append(cache.attend(1, k, step))
+            step = pickle.loads(pickle.dumps(step))  # after it ran: what `device` holds stays behind
+            assert not step.device and np.shares_memory(step.packed, step.slot_mapping)
+        np.testing.assert_array_equal(*results)
+        assert step.delta.serial == step.serial
 
 
 def test_writing_before_begin_is_refused(rng: np.random.Generator) -> None:

@@ -108,6 +108,7 @@ class Ours:
         flat = self.pool.reshape(-1)
         for at in range(0, flat.size, some.size):
             flat[at : at + some.size] = some[: flat.size - at]
+        self.k_cache, self.v_cache = self.pool[:, 0], self.pool[:, 1]
         self.tables = rng.permutation(shape[0]).astype(np.int32).reshape(c["batch"], columns)
         self.lens = np.full(c["batch"], c["context"], np.int32)
         self.starts = np.arange(c["batch"] + 1, dtype=np.int32) * c["rows"]
@@ -116,7 +117,7 @@ class Ours:
         self.plan = check_metadata(self.tables, self.lens, self.starts, block_size=c["block_size"], num_blocks=shape[0])
 
     def attend(self) -> None:
-        cupaged.paged_attention(self.q, self.pool[:, 0], self.pool[:, 1], None, None, plan=self.plan, out=self.out)
+        cupaged.paged_attention(self.q, self.k_cache, self.v_cache, None, None, plan=self.plan, out=self.out)
 
     def numpy(self) -> None:
         """Gather, convert, multiply: what one writes without a kernel."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import reference
 from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_cupy, pages_view
-from .call_form import Form, call_form, check_results
+from .call_form import Form, RepeatedCall, call_form, cannot_change, check_results
 from .checks import (
     check_caches,
     check_rows,
@@ -91,11 +91,20 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023);
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
+    plain = lse is None and alibi_slopes is None and sinks is None and not return_lse
+    if plain and plan is not None and plan.repeated is not None:
+        result = plan.repeated(
+            q, k_cache, v_cache, out, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix, k_scale, v_scale
+        )  # fmt: skip
+        if result is not None:
+            return result
+    given = k_cache, v_cache
     q = as_array(q, "q")
     form, key = call_form(
         q, k_cache, v_cache, out, lse, return_lse, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix,
         k_scale, v_scale, alibi_slopes is not None,
     )  # fmt: skip
+    planned = plan is not None
     if plan is None:
         metadata, plan = _unplanned(q, form, block_tables, seq_lens, query_start_loc)
     else:
@@ -103,13 +112,34 @@ def paged_attention(
         metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
     if layout == "NHD":
         k_cache, v_cache = pages_view(k_cache, layout), pages_view(v_cache, layout)
-    result, _ = _attend(
+    call = _checked(
         form, key, q, k_cache, v_cache, metadata, plan, alibi_slopes, sinks, k_scale, v_scale, out, lse, return_lse
     )
-    return result
+    run_attention(call)
+    options = layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix, k_scale, v_scale
+    if plain and planned and len(q) and cannot_change(*options):
+        _repeat(call, given, options)
+    return (call.out, call.lse) if return_lse else call.out
 
 
-def attend_pages(
+def _repeat(call: Attention, caches: tuple[Array, Array], options: tuple[Any, ...]) -> None:
+    """Let the next call with the same plan and options be taken as checked, where the backend can."""
+    backend, plan = backend_of(call.q), call.plan
+    if (
+        plan is None
+        or not hasattr(backend, "RepeatedAttention")
+        or any(type(x) is not np.ndarray for x in (call.q, call.out, *caches))
+    ):
+        return
+    attention = call.form.made.get("repeated")
+    if attention is None:
+        attention = call.form.made["repeated"] = backend.RepeatedAttention(call, *caches)
+    if plan.host is None:
+        plan.host = backend.StepRecord(plan)
+    plan.repeated = RepeatedCall(attention, plan.host, *options)
+
+
+def call_on_pages(
     q: Array,
     pages: tuple[Array, Array, str],
     plan: Plan,
@@ -128,8 +158,8 @@ def attend_pages(
     out: Array | None = None,
     lse: Array | None = None,
     return_lse: bool = False,
-) -> tuple[Any, Attention]:
-    """`paged_attention` over HND `pages`, which hold what the third says, for a plan. Also returns the call it made."""
+) -> Attention:
+    """A call of `paged_attention` over HND `pages`, which hold what the third says, for a plan: checked, for `run_attention`."""
     k_pages, v_pages, kv_dtype = pages
     form, key = call_form(
         q, k_pages, v_pages, out, lse, return_lse, "HND", kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix,
@@ -137,7 +167,7 @@ def attend_pages(
     )  # fmt: skip
     _check_plan(plan, form, len(q))
     metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
-    return _attend(
+    return _checked(
         form, key, q, k_pages, v_pages, metadata, plan, alibi_slopes, sinks, k_scale, v_scale, out, lse, return_lse
     )
 
@@ -177,11 +207,11 @@ def _check_plan(plan: Plan, form: Form, num_tokens: int) -> None:
         plan.check_options(form.options)
 
 
-def _attend(
+def _checked(
     form: Form, key: Any, q: Array, k_pages: Array, v_pages: Array, metadata: tuple[Array, Array, Array], plan: Plan | None,
     alibi_slopes: Array | None, sinks: Array | None, k_scale: float | Array, v_scale: float | Array,
     out: Array | None, lse: Array | None, return_lse: bool,
-) -> tuple[Any, Attention]:  # fmt: skip
+) -> Attention:  # fmt: skip
     """A call whose form, plan and metadata are checked: what is left are the values of arrays for each head."""
     o = form.options
     if alibi_slopes is not None:
@@ -198,13 +228,16 @@ def _attend(
         raise ValueError("out: expected an array other than q; q is still read while out is written")
     if lse is None and return_lse:
         lse = empty_beside(q, q.shape[:2], np.float32)
-    call = Attention(
+    return Attention(
         q, k_pages, v_pages, *metadata, form.scale, o.causal, o.window, o.chunk, form.softcap, alibi_slopes, sinks, k_scale, v_scale,
         o.kv_dtype, o.num_splits, plan, out, lse, form,
     )  # fmt: skip
-    if len(q):
-        backend_of(q).paged_attention(call)
-    return (out, lse) if return_lse else out, call
+
+
+def run_attention(call: Attention) -> None:
+    """Run a checked call."""
+    if len(call.q):
+        backend_of(call.q).paged_attention(call)
 
 
 def write_kv(

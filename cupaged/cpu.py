@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -22,14 +23,16 @@ try:
 except ImportError:
     raise ImportError("numba is not installed: pip install 'cupaged[cpu]'") from None
 
-from .cpu_cache import WRITE_ARRAYS, WRITE_FIELDS, copy_kernel, write_kernel
-from .cpu_call import PARAMS, RECORD_BYTES, ROOMS, WRITE_BYTES, attend, write
+from .cpu_arrays import FORM_WORDS, form_of
+from .cpu_cache import WRITE_FIELDS, copy_kernel, write_kernel
+from .cpu_call import PARAMS, RECORD_BYTES, ROOMS, WRITE_BYTES
+from .cpu_call import call as run_call
 from .cpu_decode import decode_kernel
 from .cpu_formats import KV_CODES
 from .cpu_prefill import prefill_kernel
 from .cpu_tiles import allowed
 from .cpu_vector import call_worker, entry, parallel_entry
-from .cpu_work import ARRAYS, FIELDS, PACKING, QUEUE_BYTES, SCRATCH_BYTES, kernels_needed, plan, resolve
+from .cpu_work import FIELDS, PACKING, QUEUE_BYTES, SCRATCH_BYTES, kernels_needed, plan
 from .plan import Plan
 
 _SERIAL_COST = 1 << 17  # products of a query with a key element; below, waking threads costs more than they save
@@ -108,6 +111,10 @@ def _write_kernel(kind: int, kv: int) -> int:
     return int(write_kernel(kind, kv).address)
 
 
+def _id(x: Array | None) -> int:
+    return 0 if x is None else id(x)
+
+
 def _pack(params: Any, call: Attention) -> None:
     """The record of a call, in which arrays are ids yet."""
     q, out, lse, k, v, tables = call.q, call.out, call.lse, call.k_pages, call.v_pages, call.block_tables
@@ -115,23 +122,25 @@ def _pack(params: Any, call: Attention) -> None:
     _, num_kv_heads, block_size, _ = k.shape
     _call.pack_into(
         params, 0,
-        id(q), id(out), id(lse), id(k), id(v), id(tables), id(call.seq_lens), id(call.query_start_loc), id(call.alibi_slopes),
-        id(call.sinks), id(call.k_scale), id(call.v_scale), 0, 0, 0, 0, 0,
+        id(q), id(out), _id(lse), id(k), id(v), id(tables), id(call.seq_lens), id(call.query_start_loc), _id(call.alibi_slopes),
+        _id(call.sinks), id(call.k_scale), id(call.v_scale), 0, 0, 0, 0, 0,
         *q.strides[:2], *out.strides[:2], *((0, 0) if lse is None else lse.strides), *k.strides[:3], *v.strides[:3], tables.strides[0],
         len(tables), num_heads // num_kv_heads, num_kv_heads, head_dim, block_size, call.causal, call.window or 0, call.chunk or 0,
-        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0, 0, 0, call.scale, call.softcap or 0.0,
+        call.num_splits or 0, _KINDS[q.dtype.char], allowed(), 0, 0, 0, 0, _kernels_of[KV_CODES[call.kv_dtype]], _SERIAL_COST,
+        call.scale, call.softcap or 0.0,
     )  # fmt: skip
 
 
 def paged_attention(call: Attention) -> None:
     """Attention of a checked call on NumPy arrays, classic layout excepted. Every row of `call.out` and `call.lse` is written."""
-    own, threads, kv = _workspace, numba.get_num_threads(), KV_CODES[call.kv_dtype]
+    own = _workspace
     params, where = own.params, own.where
     _pack(params, call)
     with _threads_free:
-        if attend(where, 0, 0, 0, 0, _kernels_of[kv], threads, _SERIAL_COST, id(None)):
+        if run_call(where, 0, 0, 0, 0, 0, 0, 0, 0, 0):
             return
     # Room that is too small, a worker that is not compiled yet, or more than one.
+    threads, kv = numba.get_num_threads(), KV_CODES[call.kv_dtype]
     params[_ZEROS], params[_WORK] = own.no_key, own.room("work", 24 * len(call.block_tables))
     params[_SCRATCH] = own.room("scratch", threads * SCRATCH_BYTES)
     params[_QUEUES] = own.room("queues", threads * QUEUE_BYTES)
@@ -152,10 +161,8 @@ def write_kv(call: WriteKV) -> None:
     slots = call.slot_mapping.astype(np.int64, copy=False)
     own = _workspace
     _pack_write(own.params, call, slots)
-    resolve(own.where, WRITE_ARRAYS, id(None))
-    elements = len(slots) * call.k.shape[1] * call.k.shape[2]
-    kernel = _write_kernel(_KINDS[call.k.dtype.char], KV_CODES[call.kv_dtype])
-    run(kernel, own.where, 1 if elements < _SERIAL_ELEMENTS else numba.get_num_threads())
+    with _threads_free:
+        run_call(own.where, 0, 0, 0, 0, 0, 0, own.where, 0, 0)
 
 
 def _pack_write(params: Any, call: WriteKV, slots: Array) -> None:
@@ -165,14 +172,14 @@ def _pack_write(params: Any, call: WriteKV, slots: Array) -> None:
         params, 0,
         id(k), id(v), id(k_pages), id(v_pages), id(slots), id(call.k_scale), id(call.v_scale),
         *k.strides[:2], *v.strides[:2], *k_pages.strides[:3], *v_pages.strides[:3],
-        len(slots), num_kv_heads, block_size, head_dim, 0,
+        len(slots), num_kv_heads, block_size, head_dim, 0, _write_kernel(_KINDS[k.dtype.char], KV_CODES[call.kv_dtype]), _SERIAL_ELEMENTS,
     )  # fmt: skip
 
 
 class StepRecord:
-    """What the calls of one step share, and how many threads they may use."""
+    """What the calls of one step share."""
 
-    __slots__ = ("arrays", "num_slots", "num_tokens", "slots", "threads", "values", "where")
+    __slots__ = ("arrays", "values", "where")
 
     def __init__(self, plan: Plan) -> None:
         tables, lens, starts = (
@@ -182,74 +189,116 @@ class StepRecord:
             np.zeros(0, np.int64) if plan.slot_mapping is None else np.ascontiguousarray(plan.slot_mapping, np.int64)
         )
         self.arrays = tables, lens, starts, slots  # kept alive
-        self.values = np.array([address(tables), address(lens), address(starts), tables.strides[0], len(tables)])
-        self.where, self.slots = address(self.values), address(slots)
-        self.num_tokens, self.num_slots, self.threads = plan.num_tokens, len(slots), numba.get_num_threads()
+        self.values = np.array(  # cpu_call.STEP
+            [
+                address(tables),
+                address(lens),
+                address(starts),
+                tables.strides[0],
+                len(tables),
+                address(slots),
+                len(slots),
+            ]
+        )
+        self.where = address(self.values)
 
 
-class RepeatedAttention:
-    """Calls like an earlier one, on other queries of the same form and on other steps: one layer's decode steps.
+class PageAddresses:
+    """Where the pages of a cache's layers begin."""
 
-    Whatever the earlier call's checks found holds for these too; options are the same, the result is a new array.
-    """
+    def __init__(self, pages: Sequence[tuple[Array, Array]]) -> None:
+        self.pages = pages  # kept alive
+        self.values = np.array([(address(k), address(v)) for k, v in pages], np.int64)
+        self.where = address(self.values)
 
-    __slots__ = ("call", "dtype", "kernels", "record", "shape", "strides", "where")
+    def of(self, layer: int) -> int:
+        return self.where + 16 * layer
 
-    def __init__(self, call: Attention) -> None:
-        self.call = call._replace(q=None, out=None, lse=None, plan=None)  # keeps pages and options alive
-        self.record = np.zeros(RECORD_BYTES // 8, np.int64)
-        self.where = address(self.record)
-        _pack(self.record, call._replace(lse=None))
-        resolve(self.where, ARRAYS, id(None))
-        self.kernels = _kernels_of[KV_CODES[call.kv_dtype]]
-        self.shape, self.strides, self.dtype = call.q.shape[1:], call.q.strides, call.q.dtype
 
-    def __call__(self, q: Any, step: StepRecord) -> Array | None:
-        """The result, or None for a call that is not like the earlier one or needs what is not ready."""
-        if type(q) is not np.ndarray or q.strides != self.strides or q.dtype is not self.dtype:
-            return None
-        shape = q.shape
-        if shape[1:] != self.shape or shape[0] != step.num_tokens or not step.num_tokens:
-            return None
-        out = np.empty(shape, self.dtype)
-        with _threads_free:
-            workers = attend(
-                _workspace.where, self.where, step.where, id(q), id(out), self.kernels, step.threads, _SERIAL_COST, 0
-            )
-        return out if workers else None
+def _keep_scales(record: Array, fields: tuple[str, ...], call: Attention | WriteKV) -> None:
+    """A record without addresses of arrays but those of the scales."""
+    at = fields.index("k_scale")
+    record[:at] = 0
+    record[at : at + 2] = address(call.k_scale), address(call.v_scale)
 
 
 class RepeatedWrite:
-    """Writes like an earlier one, of other rows of the same form and on other steps, with scales of 1."""
+    """Writes like an earlier one, of other rows of the same form, to other layers and at other steps."""
 
-    __slots__ = ("call", "dtype", "elements", "kernel", "record", "shape", "strides", "where")
+    __slots__ = ("kept", "record", "where")
 
     def __init__(self, call: WriteKV) -> None:
-        self.call = call._replace(k=None, v=None, slot_mapping=None)
-        self.record = np.zeros(WRITE_BYTES // 8, np.int64)
+        self.kept = call.k.dtype, call.k_scale, call.v_scale
+        self.record = np.zeros(WRITE_BYTES // 8 + 2 * FORM_WORDS, np.int64)
         self.where = address(self.record)
         _pack_write(self.record, call, call.slot_mapping)
-        resolve(self.where, WRITE_ARRAYS, id(None))
-        self.kernel = _write_kernel(_KINDS[call.k.dtype.char], KV_CODES[call.kv_dtype])
-        self.shape, self.strides, self.dtype = call.k.shape[1:], (call.k.strides, call.v.strides), call.k.dtype
-        self.elements = self.shape[0] * self.shape[1]
+        _keep_scales(self.record, WRITE_FIELDS, call)
+        self.record[WRITE_FIELDS.index("num_slots")] = 0
+        forms = form_of(call.k), form_of(call.v)
+        for form in forms:
+            form[3] = 0  # any number of rows
+        self.record[WRITE_BYTES // 8 :] = np.concatenate(forms)
 
-    def __call__(self, k: Any, v: Any, step: StepRecord) -> bool:
+    def same(self, other: RepeatedWrite) -> bool:
+        """Whether both repeat the same."""
+        return np.array_equal(self.record, other.record)
+
+    def __call__(self, pages: int, k: Any, v: Any, step: StepRecord) -> bool:
         """Whether the rows were written."""
-        if (
-            type(k) is not np.ndarray
-            or type(v) is not np.ndarray
-            or k.dtype is not self.dtype
-            or v.dtype is not self.dtype
-        ):
-            return False
-        shape, count = k.shape, step.num_slots
-        if (k.strides, v.strides) != self.strides or shape[1:] != self.shape or v.shape != shape or shape[0] < count:
-            return False
-        workers = 1 if self.elements * count < _SERIAL_ELEMENTS else step.threads
         with _threads_free:
-            write(_workspace.where, self.where, id(k), id(v), step.slots, count, self.kernel, workers)
-        return True
+            return bool(run_call(_workspace.where, 0, step.where, 0, 0, pages, 0, self.where, id(k), id(v)))
+
+
+class RepeatedAttention:
+    """Attention like an earlier call without slopes, sinks and lse: whatever that call's checks found holds for these calls too."""
+
+    __slots__ = ("kept", "record", "shape", "where")
+
+    def __init__(self, call: Attention, k_cache: Array, v_cache: Array) -> None:
+        self.kept = call.q.dtype, k_cache.dtype, call.k_scale, call.v_scale
+        self.record = np.zeros(RECORD_BYTES // 8 + 4 * FORM_WORDS, np.int64)
+        self.where = address(self.record)
+        _pack(self.record, call)
+        _keep_scales(self.record, FIELDS, call)
+        for name in ("table_row", "num_seqs"):
+            self.record[FIELDS.index(name)] = 0
+        forms = [form_of(x) for x in (call.q, call.out, k_cache, v_cache)]
+        for form in forms[:2]:
+            form[3] = 0  # any number of rows
+        self.record[RECORD_BYTES // 8 :] = np.concatenate(forms)
+
+    def same(self, other: RepeatedAttention) -> bool:
+        """Whether both repeat the same."""
+        return np.array_equal(self.record, other.record)
+
+    def __call__(
+        self, pages: int, q: Any, step: StepRecord, write: RepeatedWrite | None, k: Any, v: Any
+    ) -> Array | None:
+        """The result over `pages`, or None for a call that is not like the earlier one or needs what is not ready.
+
+        With `write`, rows `k` and `v` are stored first.
+        """
+        if type(q) is not np.ndarray:
+            return None
+        out = np.empty(q.shape, q.dtype)
+        written = 0 if write is None else write.where
+        with _threads_free:
+            workers = run_call(
+                _workspace.where, self.where, step.where, id(q), id(out), pages, 0, written, id(k), id(v)
+            )
+        return out if workers else None
+
+    def over(self, q: Any, k_cache: Any, v_cache: Any, step: StepRecord, out: Any) -> Array | None:
+        """The same over pages of the caller's own, in `out` if given."""
+        if out is None:
+            if type(q) is not np.ndarray:
+                return None
+            out = np.empty(q.shape, q.dtype)
+        with _threads_free:
+            workers = run_call(
+                _workspace.where, self.where, step.where, id(q), id(out), id(k_cache), id(v_cache), 0, 0, 0
+            )
+        return out if workers else None
 
 
 def copy_blocks(pool: Array, copies: Array) -> None:

@@ -15,8 +15,9 @@ from .cpu_work import SOURCE
 WRITE_FIELDS = (
     "k", "v", "k_pages", "v_pages", "slots", "k_scale", "v_scale", "k_token", "k_head", "v_token", "v_head", "k_block",
     "k_page_head", "k_slot", "v_block", "v_page_head", "v_slot", "num_slots", "num_kv_heads", "block_size", "head_dim", "counter",
+    "kernel", "serial",
 )  # fmt: skip
-WRITE_ARRAYS = 7  # fields that first hold an array's id, see `cpu_work.resolve`
+WRITE_ARRAYS = 7  # fields that first hold an array's id, see `cpu_arrays.resolve`
 _WRITE = np.dtype([(name, "<i8") for name in WRITE_FIELDS])
 WRITE_COUNTER = 8 * WRITE_FIELDS.index("counter")
 COPY_FIELDS = ("pool", "block", "bytes", "copies", "num_copies", "counter")  # copies: int64 [num_copies, 2]
@@ -26,7 +27,7 @@ TOKENS = 16  # slots that a worker takes at a time
 
 
 @compiled
-def _view_write(params: int) -> Any:
+def view_write(params: int) -> Any:
     return numba.carray(as_pointer(params), 1, _WRITE)
 
 
@@ -42,7 +43,7 @@ def write_kernel(kind: int, kv: int) -> Any:
 
     def write(params: int, number: int) -> None:
         source  # noqa: B018 - part of the cache key
-        p = _view_write(params)[0]
+        p = view_write(params)[0]
         while True:
             begin = fetch_add(params + WRITE_COUNTER, TOKENS)
             if begin >= p.num_slots:

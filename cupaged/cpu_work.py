@@ -9,7 +9,6 @@ merges all of them in order.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 from pathlib import Path
@@ -44,9 +43,9 @@ _STRIDES = (  # bytes
 )  # fmt: skip
 _SIZES = (
     "num_seqs", "group", "num_kv_heads", "head_dim", "block_size", "causal", "window", "chunk", "num_splits", "q_kind", "tiles",
-    "num_items", "heads", "workers", "queues",
+    "num_items", "heads", "workers", "queues", "kernels", "serial",
 )  # fmt: skip
-ARRAYS = 12  # the first fields, which hold an array's id until `resolve`
+ARRAYS = 12  # the first fields, which hold an array's id until `cpu_arrays.resolve`
 FIELDS = _ADDRESSES + _STRIDES + _SIZES  # int64 each; an absent array, window, chunk or num_splits is 0
 CALL = np.dtype([(name, "<i8") for name in FIELDS] + [("scale", "<f8"), ("softcap", "<f8")])
 PACKING = "q" * len(FIELDS) + "dd"
@@ -151,27 +150,7 @@ def heads_of_item(p: Any, kernel: int, workers: int) -> int:
     return int(-(-p.num_kv_heads // groups))
 
 
-HEAD = object.__basicsize__
-_probe = np.zeros(1)
-if ctypes.c_void_p.from_address(id(_probe) + HEAD).value != _probe.ctypes.data:
-    raise ImportError(
-        "this Python does not lay out NumPy arrays as NumPy's C interface says, which the CPU backend relies on"
-    )
-
-
-def _planner(source: str) -> tuple[Any, Any, Any]:
-    @entry
-    def resolve(params: int, count: int, nothing: int) -> None:
-        """Turn the first `count` fields from ids of arrays into addresses of their data, and `nothing` (the id of None) into 0.
-
-        Asking NumPy for an address costs a microsecond an array. An array object begins with CPython's head and then the data
-        pointer (NumPy C-API, PyArrayObject); this is checked when the module is imported.
-        """
-        source  # noqa: B018 - part of the cache key
-        for at in range(params, params + 8 * count, 8):
-            x = peek_long(at)
-            poke_long(at, 0 if x == nothing else peek_long(x + HEAD))
-
+def _planner(source: str) -> tuple[Any, Any]:
     @entry
     def kernels_needed(params: int) -> int:
         """A bit for each kernel that some sequence needs."""
@@ -214,10 +193,10 @@ def _planner(source: str) -> tuple[Any, Any, Any]:
             poke_long(p.queues + QUEUE_BYTES * worker, 0)
         return items, cost, floats, tickets
 
-    return resolve, kernels_needed, plan
+    return kernels_needed, plan
 
 
-resolve, kernels_needed, plan = _planner(SOURCE)
+kernels_needed, plan = _planner(SOURCE)
 
 
 @compiled

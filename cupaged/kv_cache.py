@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
-from .attention import attend_pages, backend_of, write_pages
+from .attention import backend_of, call_on_pages, run_attention, write_pages
 from .block_pool import integer
+from .call_form import cannot_change
 from .checks import check_device, check_rows
 from .groups import Group, checked
 from .plan import Plan, host_int32
 from .steps import Step
-
-_PLAIN = (type(None), bool, int, float)  # options that nobody can change in place
 
 
 class KVCache:
@@ -204,7 +203,7 @@ class KVCache:
         """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
         unscaled = type(k_scale) is type(v_scale) is float and k_scale == v_scale == 1.0
         repeated = self._repeated_writes.get(layer) if unscaled else None
-        if repeated is not None and repeated(k, v, self._step_record(layer, step)):
+        if repeated is not None and repeated(self._addresses.of(layer), k, v, self._step_record(layer, step)):
             return
         pages = self._pages_of(layer)
         slots: Array = self._plan(step.group(self._places[layer][0])).write_slots
@@ -216,18 +215,25 @@ class KVCache:
             raise ValueError(f"k: expected {len(slots)} rows, as many tokens as the step has, got {len(k)}")
         call = write_pages(k, v, pages, slots, k_scale=k_scale, v_scale=v_scale)
         if self._backend is not None and unscaled:
-            self._repeated_writes[layer] = self._backend.RepeatedWrite(call)
+            made = self._backend.RepeatedWrite(call)
+            self._repeated_writes[layer] = _shared(made, self._repeated_writes.values())
 
-    def attend(self, layer: int, q: Array, step: Step, **how: Any) -> Any:
+    def attend(
+        self, layer: int, q: Array, step: Step, *, k: Array | None = None, v: Array | None = None, **how: Any
+    ) -> Any:
         """Attention of this step's queries `[num_tokens, num_heads, head_dim]`; keyword arguments as in `paged_attention`.
 
+        `k` and `v`, both or none, are stored first, as `write` does: one call costs less than two. All that is wrong is found before.
         With groups `window` and `chunk` are those of the layer's group; raises ValueError for others.
         """
         earlier, repeated = self._repeated_calls.get(layer, (how, None))
         if repeated is not None and (not (how or earlier) or _alike(how, earlier)):
-            out = repeated(q, self._step_record(layer, step))
-            if out is not None:
-                return out
+            unscaled = not how or ("k_scale" not in how and "v_scale" not in how)
+            write = self._repeated_writes.get(layer) if k is not None and unscaled else None
+            if (k is None) is (v is None) is (write is None):
+                out = repeated(self._addresses.of(layer), q, self._step_record(layer, step), write, k, v)
+                if out is not None:
+                    return out
         given = dict(how)
         pages = self._pages_of(layer)
         g = self._places[layer][0]
@@ -241,16 +247,30 @@ class KVCache:
                     )
         q = as_array(q, "q")
         check_device(q, "q", pages[0])
-        result, call = attend_pages(q, pages, plan, **how)
-        if self._backend is not None and call.lse is None and all(type(x) in _PLAIN for x in given.values()):
-            self._repeated_calls[layer] = given, self._backend.RepeatedAttention(call)
-        return result
+        call = call_on_pages(q, pages, plan, **how)
+        if k is not None or v is not None:
+            if k is None or v is None:
+                raise TypeError(
+                    f"{'k' if k is None else 'v'}: expected an array beside {'v' if k is None else 'k'}, got None; give both"
+                )
+            self.write(layer, k, v, step, k_scale=how.get("k_scale", 1.0), v_scale=how.get("v_scale", 1.0))
+        run_attention(call)
+        if self._backend is not None and call.lse is None and len(q) and cannot_change(*given.values()):
+            made = self._backend.RepeatedAttention(call, *pages[:2])
+            of_group = [x for other, (_, x) in self._repeated_calls.items() if self._places[other][0] == g]
+            self._repeated_calls[layer] = given, _shared(made, of_group)
+        return (call.out, call.lse) if how.get("return_lse") else call.out
 
     @cached_property
     def _backend(self) -> Any:
         """The CPU backend, which repeats calls without checking them again; None where another one works."""
         backend = backend_of(self.pool)
         return backend if hasattr(backend, "StepRecord") else None
+
+    @cached_property
+    def _addresses(self) -> Any:
+        """Where the CPU backend finds the pages of each layer."""
+        return self._backend.PageAddresses([pages[:2] for pages in self._pages])
 
     def _step_record(self, layer: int, step: Step) -> Any:
         plan = self._plan(step.group(self._places[layer][0]) if self._own_groups else step)
@@ -305,6 +325,11 @@ class KVCache:
     def _contiguous(self, blocks: Array, here: slice) -> Array:
         tokens = blocks.swapaxes(1, 2) if self.layout == "HND" else blocks
         return self._xp.ascontiguousarray(tokens.reshape(-1, self.num_kv_heads, self.head_dim)[here])
+
+
+def _shared(made: Any, earlier: Iterable[Any]) -> Any:
+    """One that equals `made` among earlier ones, else `made`: what all layers use stays in the caches."""
+    return next((x for x in earlier if x.same(made)), made)
 
 
 def _alike(how: dict[str, Any], earlier: dict[str, Any]) -> bool:

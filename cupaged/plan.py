@@ -66,6 +66,7 @@ class Plan:
     device: dict[Any, Any] = field(default_factory=dict)  # a backend's work for this step
     step: Step | None = None  # the allocator's, which knows what its tables share
     host: Any = None  # the CPU backend's addresses of the arrays above
+    repeated: Any = None  # a call with this plan that was checked, see `call_form.RepeatedCall`
     _shared_prefix: SharedPrefix | None = None
 
     @property
@@ -136,7 +137,7 @@ class Plan:
             fresh.query_start_loc,
         )
         self.slot_mapping, self.num_blocks = fresh.slot_mapping, fresh.num_blocks
-        self.step = self._shared_prefix = self.host = None
+        self.step = self._shared_prefix = self.host = self.repeated = None
 
 
 def plan(

@@ -112,7 +112,7 @@ FIELDS: dict[str, list[Any]] = {
     "softcap": [None, 2.0, 1, -1.0], "num_splits": [None, 2, 1, True], "share_prefix": [True, False],
     "k_scale": [1.0, 1, 2.0, True, -1.0, "array", "bad"], "v_scale": [1.0, 0.5, "array"], "alibi": [None, 0, 1, "bad"],
     "sinks": [None, 0, 1], "lens": [0, 1, 2, "many"], "tables": [0, 1, "hole", "wild"],
-    "starts": [None, 0, 1], "planned": [False, True, "updated"],
+    "starts": [None, 0, 1], "planned": [False, True, "updated", "for any options"],
     "as_lists": [False, True],
 }  # fmt: skip
 LENS = {0: [9, 8, 3, 1, 5, 12], 1: [9, 8, 3, 1, 5, 11], 2: [0, 9, 9, 9, 9, 9], "many": [99, 1, 1, 1, 1, 1]}
@@ -120,7 +120,7 @@ STARTS = {0: [0, 1, 2, 3, 4, 5, 6], 1: [0, 0, 2, 3, 4, 4, 6]}
 metadata = np.zeros((TOKENS, 4), np.int32), np.zeros(TOKENS, np.int32), np.zeros(TOKENS + 1, np.int32)
 
 
-def make_call(f: dict[str, Any], plans: dict[Any, Any]) -> dict[str, Any]:
+def make_call(f: dict[str, Any], plans: dict[Any, Any], device: str = "cuda") -> dict[str, Any]:
     """The arguments of a call; `plans` are those that this process has made."""
     n, fp8 = f["tokens"], f["kv"].startswith("fp8")
     dtype = numpy_dtype(f["dtype"])
@@ -163,10 +163,18 @@ def make_call(f: dict[str, Any], plans: dict[Any, Any]) -> dict[str, Any]:
         key = f["planned"], tuple(how.items()), f["kv"], tuple((name, type(x), x) for name, x in options.items())
         if f["planned"] is True:
             key = (*key, tables.tobytes(), lens.tobytes(), str(given[2]))
+        holes = f["window"] is not None or f["chunk"] is not None
+        if f["planned"] == "for any options":
+            key = holes, tables.tobytes(), lens.tobytes(), str(given[2])
         plan = plans.get(key)
-        if plan is None:
+        if f["planned"] == "for any options":
+            if plan is None:
+                limits = {"block_size": 4, "num_blocks": BLOCKS, "window": 1 if holes else None}
+                where = None if given[2] is None else starts.copy()
+                plan = plans[key] = check_metadata(tables.copy(), lens.copy(), where, **limits)
+        elif plan is None:
             plan = plans[key] = cupaged.plan(
-                lens.copy(), tables.copy(), query_start_loc=None if given[2] is None else starts.copy(), device="cuda",
+                lens.copy(), tables.copy(), query_start_loc=None if given[2] is None else starts.copy(), device=device,
                 kv_dtype=f["kv"] if fp8 else None, **how, **options,
             )  # fmt: skip
         elif f["planned"] == "updated":
@@ -187,6 +195,10 @@ def make_call(f: dict[str, Any], plans: dict[Any, Any]) -> dict[str, Any]:
     ]
     k = lay(at, shape, pages, (0, 1, 2, 3), wide)
     v = lay(at + 32768 // 2, shape, pages, (1, 0, 2, 3) if f["v_layout"] else (0, 1, 2, 3), wide)
+    if device == "cpu":
+        same = out is q
+        q, k, v, out, lse = (x if x is None else x.view(np.ndarray) for x in (q, k, v, out, lse))
+        out = q if same else out
     return {
         "q": q, "k_cache": k, "v_cache": v, "block_tables": given[0], "seq_lens": given[1], "query_start_loc": given[2],
         "out": out, "lse": lse,
@@ -256,6 +268,72 @@ def test_a_process_that_remembers_does_what_one_without_memory_does(data: st.Dat
         for name in data.draw(st.lists(st.sampled_from(list(FIELDS)), max_size=2), label="changed"):
             fields = {**fields, name: data.draw(st.sampled_from(FIELDS[name]), label=name)}
         remembers.check(fields)
+
+
+def host_outcome(f: dict[str, Any], plans: dict[Any, Any]) -> Any:
+    """What a call on the CPU leaves in all memory and returns, or the refusal."""
+    arena[:] = np.random.default_rng(0).integers(0, 256, arena.size, np.uint8)
+    try:
+        result = cupaged.paged_attention(**make_call(f, plans, "cpu"))
+    except (TypeError, ValueError) as error:
+        return type(error), str(error)
+    return arena.tobytes(), [x.tobytes() for x in (result if isinstance(result, tuple) else (result,))]
+
+
+class HostProcess:
+    """The same for the CPU, with a count of the calls that were not checked again."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.plans: dict[Any, Any] = {}
+        self.forms: dict[Any, Any] = {}
+        self.recent, self.repeated = recent_plan._Recent(), 0
+        real = call_form.RepeatedCall.__call__
+
+        def counted(*arguments: Any) -> Any:
+            result = real(*arguments)
+            self.repeated += result is not None
+            return result
+
+        patch.setattr(call_form.RepeatedCall, "__call__", counted)
+
+    def check(self, fields: dict[str, Any]) -> None:
+        with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+            patch.setattr(call_form, "_forms", self.forms)
+            patch.setattr(recent_plan, "_recent", self.recent)
+            got = host_outcome(fields, self.plans)
+            before = self.repeated
+            patch.setattr(call_form, "_forms", {})
+            patch.setattr(recent_plan, "_recent", recent_plan._Recent())
+            assert got == host_outcome(fields, {})
+            assert self.repeated == before
+
+
+ON_THE_HOST = {**FIRST, "planned": "for any options"}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("base", [{}, {"layout": "NHD", "kv": "fp8_e4m3", "out": False}], ids=str)
+def test_one_field_of_a_call_on_the_cpu_changes_and_changes_back(
+    monkeypatch: pytest.MonkeyPatch, field: str, base: dict[str, Any]
+) -> None:
+    pytest.importorskip("numba")
+    process = HostProcess(monkeypatch)
+    for one, other in itertools.permutations(FIELDS[field], 2):
+        for value in (one, one, other):
+            process.check({**ON_THE_HOST, **base, field: value})
+    assert process.repeated, "every call was checked: nothing was compared"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_process_on_the_cpu_that_remembers_does_what_one_without_memory_does(data: st.DataObject) -> None:
+    pytest.importorskip("numba")
+    with pytest.MonkeyPatch.context() as patch:
+        process, fields = HostProcess(patch), ON_THE_HOST
+        for _ in range(data.draw(st.integers(2, 12), label="calls")):
+            for name in data.draw(st.lists(st.sampled_from(list(FIELDS)), max_size=2), label="changed"):
+                fields = {**fields, name: data.draw(st.sampled_from(FIELDS[name]), label=name)}
+            process.check(fields)
 
 
 def test_a_struct_around_addresses_is_the_struct(rng: np.random.Generator) -> None:

@@ -109,6 +109,85 @@ def decode_steps(
     return results
 
 
+def everything(cache: cupaged.KVCache) -> bytes:
+    return cache.pool.tobytes()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"layout": "NHD"}, {"dtype": "fp8_e4m3"}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"window": 37}, {"k_scale": 0.5, "v_scale": 2.0}], ids=str)
+@pytest.mark.parametrize("in_parallel", [False, True])
+def test_attention_that_stores_keys_first_is_a_write_and_an_attention(
+    monkeypatch: pytest.MonkeyPatch, how: dict[str, float], sizes: dict[str, str], in_parallel: bool
+) -> None:
+    if in_parallel:
+        monkeypatch.setattr(cpu, "_SERIAL_COST", 0)
+        monkeypatch.setattr(cpu, "_SERIAL_ELEMENTS", 0)
+    scales = {name: x for name, x in how.items() if name.endswith("scale")}
+    found = []
+    for together in (False, True):
+        rng = np.random.default_rng(0)
+        allocator = cupaged.BlockAllocator(40, 16)
+        cache = cupaged.KVCache(2, 40, 16, 3, 40, device="cpu", **{"dtype": "float32", **sizes})
+        cache.pool[...] = 0
+        results = []
+        for number, n in enumerate((50, 1, 1, 7, 1, 1)):
+            step = allocator.grow("A", n) if n != 50 else allocator.add_request("A", n)
+            cache.begin(step)
+            for layer in range(2):
+                fused = rng.standard_normal((n, 12, 40), np.float32)
+                q, k, v = fused[:, :6], fused[:, 6:9], fused[:, 9:]
+                if number == 1:  # rows without scales are no reason to leave them out later
+                    cache.write(layer, k, v, step)
+                    results.append(cache.attend(layer, q, step, **how).tobytes())
+                elif together:
+                    results.append(cache.attend(layer, q, step, k=k, v=v, **how).tobytes())
+                else:
+                    cache.write(layer, k, v, step, **scales)
+                    results.append(cache.attend(layer, q, step, **how).tobytes())
+        found.append((results, everything(cache)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_attention_that_stores_keys_first_stores_nothing_when_something_is_wrong(
+    rng: np.random.Generator, repeated: bool
+) -> None:
+    cache, allocator = decoding(rng)
+    names = ["A", "B", "C"]
+    q, k = np.ones((3, 6, 40), np.float32), np.ones((3, 3, 40), np.float32)
+    if repeated:
+        for _ in range(2):
+            step = allocator.grow_batch(names, 1)
+            cache.begin(step)
+            cache.attend(0, q, step, k=k, v=k)
+    step = allocator.grow_batch(names, 1)
+    cache.begin(step)
+    before = everything(cache)
+    for change, message in (
+        ({"q": q[:2]}, "q: expected 3 rows"),
+        ({"q": q[:, :5]}, "num_heads"),
+        ({"q": q.astype(np.float64)}, "q: expected dtype"),
+        ({"k": k[:2]}, "k: expected 3 rows"),
+        ({"k": k[:, :2]}, "v: expected shape"),
+        ({"v": k[:, :, ::-1]}, "v: expected head_dim to be contiguous"),
+        ({"v": k.astype(np.float16)}, "v: expected shape .* float32"),
+        ({"v": None}, "v: expected an array beside k, got None"),
+        ({"k": None}, "k: expected an array beside v, got None"),
+        ({"window": True}, "window"),
+        ({"k_scale": 0.0}, "k_scale"),
+        ({"out": q}, "out: expected an array other than q"),
+    ):
+        given: dict[str, object] = {"q": q, "k": k, "v": k, **change}
+        with pytest.raises((TypeError, ValueError), match=message):
+            cache.attend(0, given.pop("q"), step, **given)
+        assert everything(cache) == before, message
+    stale = step
+    cache.begin(allocator.grow_batch(names, 1))
+    with pytest.raises(RuntimeError, match="has not begun"):
+        cache.attend(0, q, stale, k=k, v=k)
+    assert everything(cache) == before
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_serial_and_a_parallel_call_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, all_threads: None, dtype: str

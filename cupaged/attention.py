@@ -16,6 +16,7 @@ from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_
 from .call_form import Form, RepeatedCall, call_form, cannot_change, check_results
 from .checks import (
     check_caches,
+    check_device,
     check_rows,
     check_slots,
     device_metadata,
@@ -180,7 +181,7 @@ def _unplanned(
         raise TypeError("block_tables, seq_lens: expected int32 arrays when no plan is given, got None")
     plan = None
     if is_cupy(block_tables):
-        metadata = device_metadata(block_tables, seq_lens, query_start_loc)
+        metadata = device_metadata(block_tables, seq_lens, query_start_loc, q)
     else:
         plan = recent_plan(form, block_tables, seq_lens, query_start_loc)
         metadata = plan.block_tables, plan.seq_lens, plan.query_start_loc
@@ -333,6 +334,7 @@ def merge_states(outs: Any, lses: Any, sinks: Array | None = None) -> tuple[Arra
         raise ValueError(f"lses: expected {outs.shape[:3]} float32 beside outs, got {lses.shape} {lses.dtype}")
     if not len(outs):
         raise ValueError("outs: expected at least one part, got none")
+    check_device(lses, "lses", outs)
     out, lse = empty_beside(outs, outs.shape[1:], outs.dtype), empty_beside(outs, lses.shape[1:], np.float32)
     if lse.size:
         backend_of(outs).merge_states(outs, lses, per_head(sinks, "sinks", outs.shape[2], outs), out, lse)

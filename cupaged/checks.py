@@ -6,6 +6,7 @@ A message names the argument, what was expected and what came, and where it is n
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -138,11 +139,12 @@ def metadata_arrays(
     num_blocks: int,
     window: int | None,
     chunk: int | None,
+    like: Array,
 ) -> tuple[Array, Array, Array]:
     if block_tables is None or seq_lens is None:
         raise TypeError("block_tables, seq_lens: expected int32 arrays when no plan is given, got None")
     if is_cupy(block_tables):
-        return device_metadata(block_tables, seq_lens, query_start_loc)
+        return device_metadata(block_tables, seq_lens, query_start_loc, like)
     checked = check_metadata(
         block_tables,
         seq_lens,
@@ -155,11 +157,14 @@ def metadata_arrays(
     return checked.block_tables, checked.seq_lens, checked.query_start_loc
 
 
-def device_metadata(block_tables: Array, seq_lens: Array, query_start_loc: Array | None) -> tuple[Array, Array, Array]:
-    """Metadata that live on the device are not copied back: shapes and dtypes are all that can be checked."""
-    xp = array_module(block_tables)
+def device_metadata(
+    block_tables: Array, seq_lens: Array, query_start_loc: Array | None, like: Array
+) -> tuple[Array, Array, Array]:
+    """Metadata that live on the device are not copied back: shapes, dtypes and where they lie are all that can be checked."""
+    check_device(block_tables, "block_tables", like)
     if query_start_loc is None:
-        query_start_loc = xp.arange(len(block_tables) + 1, dtype=np.int32)
+        with where(like):
+            query_start_loc = array_module(like).arange(len(block_tables) + 1, dtype=np.int32)
     wanted = (
         ("block_tables", block_tables, 2, len(block_tables)),
         ("seq_lens", seq_lens, 1, len(block_tables)),
@@ -170,6 +175,7 @@ def device_metadata(block_tables: Array, seq_lens: Array, query_start_loc: Array
             raise TypeError(
                 f"{name}: expected a CuPy array as block_tables is, got {type(x).__name__}; pass all metadata on one side"
             )
+        check_device(x, name, like)
         if x.dtype != np.int32 or x.ndim != ndim or len(x) != length or not x.flags.c_contiguous:
             raise ValueError(
                 f"{name}: expected a contiguous int32 array of {length} rows and {ndim} dimensions, got {x.dtype} {x.shape}"
@@ -179,6 +185,8 @@ def device_metadata(block_tables: Array, seq_lens: Array, query_start_loc: Array
 
 def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array) -> Array:
     slots = slot_mapping if is_cupy(slot_mapping) else np.asanyarray(slot_mapping)
+    if is_cupy(slots):
+        check_device(slots, "slot_mapping", like)
     if slots.ndim != 1 or len(slots) > num_tokens:
         raise ValueError(
             f"slot_mapping: expected one dimension of at most {num_tokens} entries, a row of k each, got {slots.shape}"
@@ -186,19 +194,23 @@ def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array)
     if slots.dtype not in (np.int64, np.int32):
         if not (slots.size == 0 or slots.dtype.kind in "iu"):
             raise TypeError(f"slot_mapping: expected int64 or int32, got {slots.dtype}")
-        slots = slots.astype(np.int64)
+        with where(slots):
+            slots = slots.astype(np.int64)
     if not is_cupy(slots) and slots.size and slots.max() >= num_slots:
         row = int(np.argmax(slots >= num_slots))
         raise ValueError(
             f"slot_mapping: row {row} expected a slot below num_blocks * block_size = {num_slots}, got {slots[row]}"
         )
-    return slots if slots.flags.c_contiguous else array_module(slots).ascontiguousarray(slots)
+    if slots.flags.c_contiguous:
+        return slots
+    with where(slots):
+        return array_module(slots).ascontiguousarray(slots)
 
 
 def per_head(x: Any, name: str, num_heads: int, like: Array) -> Array | None:
     if x is None:
         return None
-    a = _beside(x, like)
+    a = _beside(x, name, like)
     if a.shape != (num_heads,):
         raise ValueError(f"{name}: expected [num_heads] = ({num_heads},), got shape {a.shape}")
     return a
@@ -209,14 +221,15 @@ def scales(x: Any, name: str, num_kv_heads: int, like: Array) -> Array:
         if not (x > 0 and math.isfinite(x)):
             raise ValueError(f"{name}: expected a finite number above 0, got {x}")
         return _filled(float(x), num_kv_heads, like.device.id if is_cupy(like) else None)
-    a = _beside(x, like)
+    a = _beside(x, name, like)
     if a.size == 1:
         a = array_module(a).broadcast_to(a.reshape(1), (num_kv_heads,))
     if a.shape != (num_kv_heads,):
         raise ValueError(f"{name}: expected a number or [num_kv_heads] = ({num_kv_heads},), got shape {a.shape}")
     if not is_cupy(a) and not (np.isfinite(a) & (a > 0)).all():
         raise ValueError(f"{name}: expected finite values above 0, got {a}")
-    return array_module(a).ascontiguousarray(a)
+    with where(a):
+        return array_module(a).ascontiguousarray(a)
 
 
 @lru_cache(maxsize=256)
@@ -232,12 +245,19 @@ def _filled(value: float, n: int, device: int | None) -> Array:
         return cupy.full(n, value, np.float32)
 
 
-def _beside(x: Any, like: Array) -> Array:
+def where(x: Array) -> AbstractContextManager[Any]:
+    """Makes the device of `x` current: arrays need not lie on the one that is, and what is made of them must lie beside them."""
+    return x.device if is_cupy(x) else nullcontext()
+
+
+def _beside(x: Any, name: str, like: Array) -> Array:
     """`x` as a contiguous float32 array on the side of `like`."""
+    if is_cupy(x):
+        check_device(x, name, like)
     if is_cupy(like):
         import cupy
 
-        with like.device:  # arrays need not lie on the current device
+        with where(like):
             return cupy.ascontiguousarray(cupy.asarray(x, np.float32))
     return np.ascontiguousarray(np.asarray(x, np.float32))
 
@@ -246,7 +266,7 @@ def empty_beside(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """An uninitialised array on the device of `like`, whatever device is current."""
     if not is_cupy(like):
         return np.empty(shape, dtype)
-    with like.device:
+    with where(like):
         return array_module(like).empty(shape, dtype)
 
 
@@ -268,7 +288,8 @@ def stacked(x: Any, name: str) -> Array:
     parts = [as_array(part, name) for part in x]
     if not parts:
         raise ValueError(f"{name}: expected at least one part, got none")
-    return array_module(parts[0]).stack(parts)
+    with where(parts[0]):
+        return array_module(parts[0]).stack(parts)
 
 
 def array_module(x: Array) -> Any:

@@ -162,7 +162,7 @@ def _run(
         raise ValueError(
             f"query: expected head_dim from 8 to 256 and num_heads a multiple of num_kv_heads = {num_kv_heads}, got {query.shape}"
         )
-    tables, lens, _ = metadata_arrays(block_tables, seq_lens, None, block_size, len(k_pages), None, None)
+    tables, lens, _ = metadata_arrays(block_tables, seq_lens, None, block_size, len(k_pages), None, None, query)
     if len(lens) != num_seqs:
         raise ValueError(f"query: expected {len(lens)} rows, one per row of block_tables, got {num_seqs}")
     if isinstance(lens, np.ndarray) and max_seq_len < lens.max(initial=0):

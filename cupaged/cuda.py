@@ -119,8 +119,11 @@ class _Elsewhere:
         self._device = device
 
     def __getattr__(self, operation: str) -> Any:
-        def run(*arguments: Any) -> None:
+        if not hasattr(Backend, operation):
+            raise AttributeError(operation)
+
+        def run(*arguments: Any) -> Any:
             with self._device:
-                getattr(backend(self._device.id), operation)(*arguments)
+                return getattr(backend(self._device.id), operation)(*arguments)
 
         return run

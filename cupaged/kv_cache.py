@@ -10,6 +10,7 @@ the largest group has layers, so that any group may use any block.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +21,7 @@ from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
 from .attention import backend_of, call_on_pages, run_attention, write_pages
 from .block_pool import integer
 from .call_form import cannot_change
-from .checks import check_device, check_rows
+from .checks import check_device, check_rows, where
 from .groups import Group, checked
 from .plan import Plan, host_int32
 from .steps import Step
@@ -33,7 +34,7 @@ class KVCache:
         num_layers, num_blocks, block_size, num_kv_heads, head_dim: sizes; a block is `block_size` token slots of all layers.
         dtype: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
         layout: "HND" or "NHD", the axes of one layer's pages.
-        device: "cpu", "cuda" (the current device), or "auto": "cuda" when CuPy is installed and finds a device.
+        device: "cpu", "cuda" (the device that is current now), or "auto": "cuda" when CuPy is installed and finds a device.
         order: "page" or "layer", which of blocks and layers varies slowest in memory.
         host_blocks: blocks of host memory (pinned, when the device is "cuda") for `BlockAllocator.evict`.
         groups: the same `cupaged.Group` objects as the allocator's, which name each layer once; None: one group of all layers.
@@ -95,6 +96,7 @@ class KVCache:
         self.kv_dtype = dtype if dtype in FP8_DTYPES else None
         self._itemsize = numpy_dtype(dtype).itemsize
         self._xp = _array_module(device)
+        self._home: Any = nullcontext() if self._xp is np else self._xp.cuda.Device()  # where the pool will lie
         self._begun = 0  # serial of the newest step that began
         # by layer: what the CPU backend repeats, and the options of attention
         self._repeated_calls: dict[int, tuple[dict[str, Any], Any]] = {}
@@ -117,9 +119,10 @@ class KVCache:
         heads, slots = self.num_kv_heads, self.block_size
         block = (heads, slots, self.head_dim) if self.layout == "HND" else (slots, heads, self.head_dim)
         dtype = np.dtype(np.uint8) if self.kv_dtype else numpy_dtype(self.dtype)
-        if self.order == "page":
-            return self._xp.empty((self.num_blocks, self.layers_per_block, 2, *block), dtype)
-        return self._xp.moveaxis(self._xp.empty((self.layers_per_block, 2, self.num_blocks, *block), dtype), 2, 0)
+        with self._home:
+            if self.order == "page":
+                return self._xp.empty((self.num_blocks, self.layers_per_block, 2, *block), dtype)
+            return self._xp.moveaxis(self._xp.empty((self.layers_per_block, 2, self.num_blocks, *block), dtype), 2, 0)
 
     @cached_property
     def host_pool(self) -> Array:
@@ -320,7 +323,8 @@ class KVCache:
             )
         k, v = self.layer(layer)
         here = slice(start - first * self.block_size, seq_len - first * self.block_size)
-        return self._contiguous(k[table], here), self._contiguous(v[table], here)
+        with where(k):
+            return self._contiguous(k[table], here), self._contiguous(v[table], here)
 
     def _contiguous(self, blocks: Array, here: slice) -> Array:
         tokens = blocks.swapaxes(1, 2) if self.layout == "HND" else blocks

@@ -59,6 +59,9 @@ class NoLauncher:
     def synchronize(self, event: Any) -> None:
         pass
 
+    def capturing(self) -> bool:
+        return False
+
     def stream(self) -> int:
         return 0
 

@@ -20,7 +20,12 @@ class PinnedRing:
         self._next = 0
 
     def stage(self, num_bytes: int) -> Array:
-        """A uint8 buffer of at least `num_bytes`, free to be filled."""
+        """A uint8 buffer of at least `num_bytes`, free to be filled. Raises RuntimeError while a graph is captured."""
+        if self._launcher.capturing():
+            raise RuntimeError(
+                "metadata on the host were about to be copied while a CUDA graph is captured; each replay would copy what the buffer "
+                "holds by then: make a plan (cupaged.plan with device='cuda', max_seqs, max_tokens, max_blocks), update it outside"
+            )
         if self._events[self._next] is not None:
             self._launcher.synchronize(self._events[self._next])
             self._events[self._next] = None

@@ -98,7 +98,7 @@ def debug() -> bool:
 
 
 def compile_function(what: Specialisation, arch: int, shared_bytes: int) -> Any:
-    """The function on CuPy's current device. Raises CompileError."""
+    """The function on CuPy's current device, and on no other. Raises CompileError."""
     import cupy
 
     module = cupy.RawModule(code=flatten(what.source), options=what.options)
@@ -112,7 +112,7 @@ def compile_function(what: Specialisation, arch: int, shared_bytes: int) -> Any:
             f"{function.local_size_bytes} bytes of local memory",
             file=sys.stderr,
         )
-    return function
+    return function.kernel  # of this device: a RawKernel asks at each launch which one is current
 
 
 def compile_cubin(what: Specialisation, arch: int, options: tuple[str, ...] = ()) -> tuple[bytes, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,6 +88,9 @@ class Launcher(Protocol):
     def stream(self) -> int:
         """A key of the current stream, for caches that must not be shared between streams."""
 
+    def capturing(self) -> bool:
+        """Whether work on the current stream is recorded now instead of run."""
+
     def capture(self) -> AbstractContextManager[Graph]:
         """Record instead of run: `with launcher.capture() as graph: ...` then `graph.replay()`, any number of times.
 
@@ -126,14 +130,16 @@ class CupyLauncher:
 
     def launch(self, function: Any, grid: Dim3, block: Dim3, params: Array, shared_bytes: int = 0) -> None:
         if 0 not in grid:
-            function(grid, block, (params,), shared_mem=shared_bytes)
+            function(grid, block, (params.view(_fieldless(params.itemsize)),), shared_bytes)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         return self._cupy.empty(shape, dtype)
 
     def pinned(self, num_bytes: int) -> Array:
-        memory = self._cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))
-        return np.frombuffer(memory, np.uint8, num_bytes)
+        # not from CuPy's pool, which takes the next power of two and hands out again what a copy may still be reading
+        cuda = self._cupy.cuda
+        memory = cuda.PinnedMemory(max(num_bytes, 1), cuda.runtime.hostAllocPortable)
+        return np.frombuffer(cuda.PinnedMemoryPointer(memory, 0), np.uint8, num_bytes)
 
     def pointer(self, array: Array) -> int:
         return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
@@ -143,7 +149,7 @@ class CupyLauncher:
         runtime.memcpyAsync(self.pointer(dst), self.pointer(src), src.nbytes, runtime.memcpyDefault, self.stream())
 
     def record(self) -> Any:
-        return self._cupy.cuda.get_current_stream().record()
+        return self._cupy.cuda.get_current_stream().record(self._cupy.cuda.Event(disable_timing=True))
 
     def wait(self, event: Any) -> None:
         self._cupy.cuda.get_current_stream().wait_event(event)
@@ -153,6 +159,10 @@ class CupyLauncher:
 
     def stream(self) -> int:
         return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def capturing(self) -> bool:
+        stream = self.stream()  # 0 to 2 are the default streams, which cannot be captured
+        return stream > 2 and bool(self._cupy.cuda.runtime.streamIsCapturing(stream))
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
@@ -164,6 +174,12 @@ class CupyLauncher:
                 yield graph
             finally:
                 graph.recorded = stream.end_capture()
+
+
+@cache
+def _fieldless(num_bytes: int) -> np.dtype[Any]:
+    """A dtype of that size without fields: CuPy has NumPy describe a parameter's dtype at every launch, tens of us for a struct."""
+    return np.dtype((np.void, num_bytes))
 
 
 class _CupyGraph:

@@ -72,6 +72,9 @@ class Recorder:
     def synchronize(self, event: Any) -> None:
         """Everything has run."""
 
+    def capturing(self) -> bool:
+        return False
+
     def stream(self) -> int:
         return 0
 

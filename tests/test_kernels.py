@@ -196,9 +196,10 @@ def test_debug_mode_reports_what_was_compiled(
 ) -> None:
     cupy = pytest.importorskip("cupy", reason="compiling needs CuPy")
     monkeypatch.setenv("CUPAGED_DEBUG", "1")
-    function = SimpleNamespace(num_regs=42, local_size_bytes=0, max_dynamic_shared_size_bytes=0)
+    function = SimpleNamespace(num_regs=42, local_size_bytes=0, max_dynamic_shared_size_bytes=0, kernel=object())
     monkeypatch.setattr(cupy, "RawModule", lambda code, options: SimpleNamespace(get_function=lambda name: function))
-    compile_function(Specialisation.of("merge", "merge.cu", merge_defines("float16")), 80, 60 * 1024)
+    compiled = compile_function(Specialisation.of("merge", "merge.cu", merge_defines("float16")), 80, 60 * 1024)
+    assert compiled is function.kernel
     assert function.max_dynamic_shared_size_bytes == 60 * 1024
     said = capsys.readouterr().err
     assert (

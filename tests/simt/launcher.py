@@ -196,6 +196,9 @@ class SimtLauncher:
     def stream(self) -> int:
         return 0
 
+    def capturing(self) -> bool:
+        return self._recording is not None
+
     @contextmanager
     def capture(self) -> Iterator[Graph]:
         self._not_while_recording("capture")

@@ -1,0 +1,232 @@
+"""The package's own use of CuPy: what CuPy makes of the launcher's calls, and arrays on a device that is not the current one.
+
+Tests here need a device, or what stands in for CUDA in tests/pretend; the last one runs them there, and GPU tests of other files.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from simt import build
+
+import cupaged
+from cupaged import reference
+from cupaged.cuda import current_backend
+
+SHAPE = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": "float16"}
+
+
+@pytest.fixture
+def cupy() -> Any:
+    module = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if not module.cuda.is_available():
+        pytest.skip("no CUDA device found")
+    return module
+
+
+@pytest.fixture
+def elsewhere(cupy: Any) -> Iterator[Any]:
+    """A device that is not the current one."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one CUDA device only")
+    yield cupy.cuda.Device(1)
+    assert cupy.cuda.Device().id == 0, "the current device was changed"
+
+
+@pytest.fixture
+def pretended(request: pytest.FixtureRequest) -> Any:
+    """What CuPy called, where tests/pretend stands in for CUDA."""
+    plugin = request.config.pluginmanager.get_plugin("pretend")
+    if plugin is None:
+        pytest.skip("CUDA itself is here, or nothing that stands in for it")
+    return plugin.installed[0]
+
+
+class Host:
+    """Three sequences, their keys and values, and what the oracle says."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        def random(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(np.float16)
+
+        self.q, self.k, self.v = random(3, 6, 64), random(20, 2, 16, 64), random(20, 2, 16, 64)
+        self.tables = rng.permutation(20)[:15].reshape(3, 5).astype(np.int32)
+        self.lens = np.array([70, 1, 33], np.int32)
+
+    def check(self, cupy: Any, out: Any, **options: Any) -> None:
+        expected, _ = reference.paged_attention(self.q, self.k, self.v, self.tables, self.lens, **options)
+        np.testing.assert_allclose(cupy.asnumpy(out), expected, atol=4e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------- the launcher
+
+
+@pytest.mark.gpu
+def test_parameters_reach_the_driver_as_they_are(
+    cupy: Any, pretended: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A struct passed by value is the struct's bytes, whatever CuPy does between."""
+    launcher, packed = current_backend().launcher, []
+    launch = type(launcher).launch
+    monkeypatch.setattr(
+        type(launcher),
+        "launch",
+        lambda self, function, grid, block, params, shared=0: (
+            packed.append((grid, block, shared, params.tobytes())),
+            launch(self, function, grid, block, params, shared),
+        ),
+    )
+    host = Host(rng)
+    del pretended.launches[:]
+    out = cupaged.paged_attention(*map(cupy.asarray, (host.q, host.k, host.v)), host.tables, host.lens)
+    host.check(cupy, out)
+    pool = cupy.asarray(host.k)
+    current_backend().copy_blocks(pool, np.array([[0, 1], [2, 3]]))
+    np.testing.assert_array_equal(cupy.asnumpy(pool[1]), host.k[0])
+    assert [each[1:] for each in pretended.launches] == packed
+    assert len(packed) == 2 and len(packed[1][3]) > 3600, "attention, and the largest struct there is"
+
+
+@pytest.mark.gpu
+def test_an_argument_is_described_to_cupy_without_its_fields(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy reads `__array_interface__`, in which NumPy lists every field: 50 us a launch for the struct of attention."""
+    given: list[Any] = []
+    params = np.zeros(1, [("a", np.int64), ("b", np.int32, 3)])
+    current_backend().launcher.launch(lambda *arguments, **_: given.extend(arguments[2]), (1, 1, 1), (1, 1, 1), params)
+    assert given[0].__array_interface__["descr"] == [("", "|V20")]
+    assert given[0].ctypes.data == params.ctypes.data
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_as_large_as_asked_and_never_lent_again(cupy: Any, pretended: Any) -> None:
+    """CuPy's pool would take 2 MiB for 1 MiB and a byte, and hand the memory of a dropped cache out while it is written to."""
+    launcher = current_backend().launcher
+    pages = launcher.pinned((1 << 20) + 1)
+    _, memory, *_ = pretended.block_of(launcher.pointer(pages))
+    assert memory.nbytes == (1 << 20) + 1
+    on_device = cupy.full(1 << 20, 7, np.uint8)
+    launcher.copy_async(pages[: 1 << 20], on_device)
+    del pages, memory
+    again = launcher.pinned((1 << 20) + 1)
+    again[:] = 3
+    cupy.cuda.get_current_stream().synchronize()
+    assert (again == 3).all()
+
+
+@pytest.mark.gpu
+def test_metadata_on_the_host_are_not_captured(cupy: Any, rng: np.random.Generator) -> None:
+    """A replay would copy what a reused buffer holds by then."""
+    host = Host(rng)
+    q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
+    launcher = current_backend().launcher
+    cupaged.paged_attention(q, k, v, host.tables, host.lens)
+    slots = np.arange(3)
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"), launcher.capture():
+        cupaged.write_kv(k[:3, :, 0], v[:3, :, 0], k, v, slots)
+    cupaged.write_kv(k[:3, :, 0], v[:3, :, 0], k, v, slots)  # and goes on afterwards
+
+
+# ------------------------------------------------------------------------------------------------- devices beside the current
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("metadata", ["host", "device", "plan"])
+def test_attention_follows_its_arrays_to_their_device(
+    cupy: Any, elsewhere: Any, rng: np.random.Generator, metadata: str
+) -> None:
+    host = Host(rng)
+    options: dict[str, Any] = {"k_scale": np.array([0.5]), "sinks": np.ones(6), "alibi_slopes": np.ones(6) / 9}
+    with elsewhere:
+        q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
+        tables, lens = map(cupy.asarray, (host.tables, host.lens))
+        plan = cupaged.plan(host.lens, host.tables, device="cuda", **SHAPE)
+    where: dict[str, tuple[Any, ...]] = {
+        "host": (host.tables, host.lens),
+        "device": (tables, lens),
+        "plan": (None, None),
+    }
+    out = cupaged.paged_attention(q, k, v, *where[metadata], plan=plan if metadata == "plan" else None, **options)
+    assert out.device == elsewhere
+    host.check(cupy, out, **options)
+
+
+@pytest.mark.gpu
+def test_a_cache_stays_on_the_device_that_was_current_when_it_was_made(
+    cupy: Any, elsewhere: Any, rng: np.random.Generator
+) -> None:
+    """Writes, attention, copies, swaps and gathering, all while another device is current."""
+    with elsewhere:
+        cache = cupaged.KVCache(2, 8, 16, 2, 64, device="cuda", host_blocks=8)
+    alloc = cupaged.BlockAllocator(8, 16, host_blocks=8)
+    step = alloc.add_request("a", 20)
+    cache.begin(step)
+    assert cache.pool.device == elsewhere
+    k, v = (rng.standard_normal((20, 2, 64)).astype(np.float16) for _ in "kv")
+    with elsewhere:
+        there = cupy.asarray(k), cupy.asarray(v)
+        q = cupy.asarray(rng.standard_normal((20, 6, 64)).astype(np.float16))
+    for layer in range(2):
+        cache.write(layer, *there, step)
+        assert cache.attend(layer, q, step).device == elsewhere
+    alloc.fork_request("a", ["b"])
+    cache.begin(alloc.grow("b", 1))
+    cache.begin(alloc.evict(["a"]))
+    cache.begin(alloc.restore(["a"]))
+    for name in ("a", "b"):
+        for found, expected in zip(cache.gather(1, alloc.tables[name], 20), (k, v), strict=True):
+            assert found.device == elsewhere
+            np.testing.assert_array_equal(cupy.asnumpy(found), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["block_tables", "seq_lens", "sinks", "k_scale", "k_cache", "out"])
+def test_arrays_on_different_devices_are_refused(
+    cupy: Any, elsewhere: Any, rng: np.random.Generator, name: str
+) -> None:
+    host = Host(rng)
+    call = {
+        "q": host.q, "k_cache": host.k, "v_cache": host.v, "block_tables": host.tables, "seq_lens": host.lens,
+        "sinks": np.ones(6, np.float32), "k_scale": np.ones(2, np.float32), "out": np.empty_like(host.q),
+    }  # fmt: skip
+    arrays = {key: cupy.asarray(x) for key, x in call.items()}
+    with elsewhere:
+        arrays[name] = cupy.asarray(call[name])
+    with pytest.raises(ValueError, match=f"{name}: expected device 0, where the other arguments are, got device 1"):
+        cupaged.paged_attention(**arrays)
+
+
+# --------------------------------------------------------------------------------------------------------- without a GPU
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        ["tests/test_cupy.py"],
+        [
+            "tests/test_cuda.py::test_one_captured_graph_serves_every_later_step[cuda-{}-1]",
+            "tests/test_cuda.py::test_swapping_out_and_in_brings_the_blocks_back[cuda-page]",
+            "tests/test_cuda.py::test_swapping_out_and_in_brings_the_blocks_back[cuda-layer]",
+            "tests/test_behaviour.py::test_the_six_token_example[cuda]",
+            "tests/test_behaviour.py::test_merging_parts_equals_attending_once[cuda-bfloat16]",
+        ],
+    ],
+    ids=["own", "others"],
+)
+def test_gpu_tests_pass_on_cupy_itself(which: list[str]) -> None:
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    if reason := build.unavailable():
+        pytest.skip(reason)
+    root = Path(__file__).resolve().parent.parent
+    path = os.pathsep.join([str(root), str(root / "tests"), os.environ.get("PYTHONPATH", "")])
+    options = ["-p", "pretend", "-p", "no:cacheprovider", "-m", "gpu", "-q", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", *options, *which]
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout

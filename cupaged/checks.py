@@ -163,8 +163,7 @@ def device_metadata(
     """Metadata that live on the device are not copied back: shapes, dtypes and where they lie are all that can be checked."""
     check_device(block_tables, "block_tables", like)
     if query_start_loc is None:
-        with where(like):
-            query_start_loc = array_module(like).arange(len(block_tables) + 1, dtype=np.int32)
+        query_start_loc = _positions(len(block_tables) + 1, like.device.id)
     wanted = (
         ("block_tables", block_tables, 2, len(block_tables)),
         ("seq_lens", seq_lens, 1, len(block_tables)),
@@ -239,10 +238,23 @@ def _filled(value: float, n: int, device: int | None) -> Array:
         a = np.full(n, value, np.float32)
         a.flags.writeable = False
         return a
+    return _at_rest(np.full(n, value, np.float32), device)
+
+
+@lru_cache(maxsize=64)
+def _positions(n: int, device: int) -> Array:
+    """0, 1, ... n - 1, made once."""
+    return _at_rest(np.arange(n, dtype=np.int32), device)
+
+
+def _at_rest(a: Array, device: int) -> Array:
+    """`a` on a device, there for every stream. Copied on a stream of its own, so that a capture of the current one does not hold it."""
     import cupy
 
-    with cupy.cuda.Device(device):
-        return cupy.full(n, value, np.float32)
+    with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
+        there = cupy.asarray(a)
+        stream.synchronize()
+    return there
 
 
 def where(x: Array) -> AbstractContextManager[Any]:
@@ -258,6 +270,12 @@ def _beside(x: Any, name: str, like: Array) -> Array:
         import cupy
 
         with where(like):
+            stream = cupy.cuda.get_current_stream()
+            if not is_cupy(x) and stream.ptr > 2 and stream.is_capturing():
+                raise RuntimeError(
+                    f"{name}: expected a CuPy array while a CUDA graph is captured, got {type(x).__name__}; each replay would copy from "
+                    "memory that is another's by then"
+                )
             return cupy.ascontiguousarray(cupy.asarray(x, np.float32))
     return np.ascontiguousarray(np.asarray(x, np.float32))
 

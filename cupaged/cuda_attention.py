@@ -253,7 +253,7 @@ class Workspace:
             self._floats = self._launcher.empty((num_states * (head_dim + 2),), np.float32)
         if num_tickets > self._tickets.size:
             self._tickets = self._launcher.empty((num_tickets,), np.uint32)
-            self._tickets[...] = 0
+            self._tickets.fill(0)  # which CuPy does without a kernel
         base = self._launcher.pointer(self._floats)
         return base + 8 * num_states, base, self._launcher.pointer(self._tickets)
 

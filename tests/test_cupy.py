@@ -133,6 +133,38 @@ def test_metadata_on_the_host_are_not_captured(cupy: Any, rng: np.random.Generat
     cupaged.write_kv(k[:3, :, 0], v[:3, :, 0], k, v, slots)  # and goes on afterwards
 
 
+@pytest.mark.gpu
+def test_what_is_made_once_is_there_for_every_stream(cupy: Any, rng: np.random.Generator) -> None:
+    """Constant vectors serve calls on any stream, also when the first call that needs one is captured."""
+    host = Host(rng)
+    q, k, v, tables, lens = map(cupy.asarray, (host.q, host.k, host.v, host.tables, host.lens))
+    cupy.cuda.get_current_stream().synchronize()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    for options in ({"k_scale": 0.375}, {"v_scale": 1.625}):
+        outs = []
+        for stream in streams:
+            with stream:
+                outs.append(cupaged.paged_attention(q, k, v, tables, lens, **options))
+        with streams[1]:
+            host.check(cupy, outs[1], **options)
+    with current_backend().launcher.capture():
+        cupaged.paged_attention(q, k, v, tables, lens, k_scale=1.125)
+    host.check(cupy, cupaged.paged_attention(q, k, v, tables, lens, k_scale=1.125), k_scale=1.125)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "k_scale"])
+def test_host_values_of_heads_are_not_captured(cupy: Any, rng: np.random.Generator, name: str) -> None:
+    host = Host(rng)
+    q, k, v, tables, lens = map(cupy.asarray, (host.q, host.k, host.v, host.tables, host.lens))
+    values = np.full(2 if name == "k_scale" else 6, 0.5, np.float32)
+    with (
+        pytest.raises(RuntimeError, match=f"{name}: expected a CuPy array while"),
+        current_backend().launcher.capture(),
+    ):
+        cupaged.paged_attention(q, k, v, tables, lens, **{name: values})
+
+
 # ------------------------------------------------------------------------------------------------- devices beside the current
 
 

@@ -17,10 +17,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import BlockPool, Ints, integer, integers, require
+from .arguments import counts_of, integer, integers, listed, new_requests, new_tokens, number, split_tokens
+from .block_pool import BlockPool, Ints
 from .commit import adopt, check_tokens, commit_decoded, commit_run, learn
 from .companions import Companions
-from .errors import OutOfBlocks
+from .errors import OutOfBlocks, require
 from .groups import Group, checked
 from .growth import Growth
 from .leaving import cut, laid_by_row
@@ -71,9 +72,7 @@ class BlockAllocator:
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = integer(block_size, "block_size", 1, MAX_TOKENS)
-        if not 0.0 <= watermark <= 1.0:
-            raise ValueError(f"watermark: expected a share of the pool from 0.0 to 1.0, got {watermark}")
-        self.watermark = watermark
+        self.watermark = number(watermark, "watermark", 0.0, 1.0)
         self._reserve = math.ceil(watermark * self.num_blocks)
         self.kernel_block_size = self.block_size
         if kernel_block_size is not None:
@@ -151,6 +150,8 @@ class BlockAllocator:
         """`block * block_size + offset` of token `position`; raises IndexError outside `[0, length)` and before the group's horizon."""
         row, tables = self._requests.row(id), self._tables_of(group)
         length = int(self._requests.lengths[row])
+        if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+            raise TypeError(f"position: expected an integer, got {position!r}")
         if not 0 <= position < length:
             raise IndexError(
                 f"position: expected 0 to {length - 1}, request {id!r} has {length} tokens, got {position}"
@@ -184,7 +185,7 @@ class BlockAllocator:
         requests = self._requests
         requests.check_new([id])
         row = requests.vacant(1)
-        count, tokens = _new_tokens(n, token_ids)
+        count, tokens = new_tokens(n, token_ids)
         root = self._cache.roots.find(extra_key) if self._cache else 0
         if self._cache is None or tokens is None:
             step = self._growth.extend(row, np.zeros(1, np.int64), count, self._reserve)
@@ -230,7 +231,7 @@ class BlockAllocator:
         request can be truncated to the length it had, then.
         """
         selected = self._requests.select(ids, rows)
-        counts = None if isinstance(n, int) and n == 1 and n is not True else _counts(n, len(selected))
+        counts = None if isinstance(n, int) and n == 1 and n is not True else counts_of(n, len(selected))
         return self._growth.extend(selected, self._requests.lengths.take(selected), counts)
 
     def blocks_needed(
@@ -239,7 +240,7 @@ class BlockAllocator:
         n: int | npt.ArrayLike = 1,
         *,
         rows: npt.ArrayLike | None = None,
-        new: Sequence[Mapping[str, Any]] = (),
+        new: Iterable[Mapping[str, Any]] = (),
         restore: Iterable[Hashable] = (),
     ) -> int:
         """How many free blocks a batch of calls would use up, exactly; changes nothing.
@@ -252,13 +253,13 @@ class BlockAllocator:
         requests = self._requests
         selected = requests.select(() if ids is None and rows is None else ids, rows)
         lengths = requests.lengths.take(selected)
-        plan = self._growth.plan(selected, lengths, _counts(n, len(selected)))
-        returning = self._preemption.select(restore, None)
-        if not len(new) and not len(returning):
+        plan = self._growth.plan(selected, lengths, counts_of(n, len(selected)))
+        returning, calls = self._preemption.select(restore, None), new_requests(new)
+        if not calls and not len(returning):
             return max(plan.num_blocks - plan.freed, 0)
         rehearsal = Rehearsal(self.pool)
         self._growth.rehearse(rehearsal, plan, selected, lengths)
-        for arguments in new:
+        for arguments in calls:
             root, count, tokens = self._wanted(**arguments)
             if tokens is None:
                 rehearsal.take(-(-count // self.block_size) * len(self.groups), np.zeros(0, np.int64))
@@ -293,7 +294,7 @@ class BlockAllocator:
             arguments = requests, self.pool, self._cache, selected, known, lengths, token_ids
             if commit_decoded(*arguments) or commit_run(*arguments):
                 return
-        counts, tokens = _split(token_ids, lengths - known)
+        counts, tokens = split_tokens(token_ids, lengths - known)
         ends = known + counts
         if np.count_nonzero(ends > lengths):
             i = int(np.argmax(ends > lengths))
@@ -342,16 +343,15 @@ class BlockAllocator:
 
     # ---- sharing ----
 
-    def fork_request(self, id: Hashable, children: Sequence[Hashable]) -> None:
+    def fork_request(self, id: Hashable, children: Iterable[Hashable]) -> None:
         """New requests `children` with the tokens of `id`. Takes no block: all are shared, a partly filled one too."""
-        if isinstance(children, (str, bytes)):
-            raise TypeError(f"children: expected a list of ids, got {children!r}; write [{children!r}]")
+        children = listed(children, "children")
         self.fork_batch([id] * len(children), children)
 
-    def fork_batch(self, parents: Sequence[Hashable], children: Sequence[Hashable]) -> None:
+    def fork_batch(self, parents: Iterable[Hashable], children: Iterable[Hashable]) -> None:
         """New requests: `children[i]` with the tokens of `parents[i]`, which may repeat. All or nothing; takes no block."""
-        requests = self._requests
-        sources = requests.of(parents)
+        requests, children = self._requests, listed(children, "children")
+        sources = requests.of(listed(parents, "parents"))
         if len(sources) != len(children):
             raise ValueError(f"children: expected one for each of {len(sources)} parents, got {len(children)}")
         requests.check_new(children)
@@ -428,7 +428,7 @@ class BlockAllocator:
         """
         requests = self._requests
         selected = requests.select(ids, rows)
-        new = _counts(lengths, len(selected), "lengths")
+        new = counts_of(lengths, len(selected), "lengths")
         old = requests.lengths.take(selected)
         if (new > old).any():
             i = int(np.argmax(new > old))
@@ -541,7 +541,7 @@ class BlockAllocator:
         extra_key: Hashable | Mapping[str, Hashable] = None,
     ) -> tuple[int, int, Tokens | None]:
         """Root, number of new tokens at most, and tokens to look for (None: no lookup) of a new request."""
-        count, tokens = _new_tokens(n, token_ids)
+        count, tokens = new_tokens(n, token_ids)
         root = self._cache.roots.find(extra_key) if self._cache else 0
         return root, int(count[0]), tokens if self._cache else None
 
@@ -566,8 +566,8 @@ class BlockAllocator:
             )
 
     def _tables_of(self, group: int) -> BlockTables:
-        if not 0 <= group < len(self.groups):
-            raise IndexError(f"group: expected 0 to {len(self.groups) - 1}, got {group}")
+        if not isinstance(group, (int, np.integer)) or not 0 <= group < len(self.groups):
+            raise IndexError(f"group: expected 0 to {len(self.groups) - 1}, got {group!r}")
         return self._requests.groups[group]
 
     def _table(self, tables: BlockTables, row: int) -> list[int]:
@@ -593,54 +593,3 @@ class _View(Mapping[Hashable, T], Generic[T]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-
-def _counts(n: int | npt.ArrayLike, size: int, name: str = "n") -> Ints:
-    """`n` as `[size] int64`, none negative; what no pool could hold is cut to 2**40."""
-    if isinstance(n, (int, np.integer)):
-        return np.full(size, min(integer(n, name, 0), 2**40))
-    counts = integers(n, name)
-    if len(counts) != size:
-        raise ValueError(f"{name}: expected one for each of {size} requests, got {len(counts)}")
-    if size and counts.min() < 0:
-        raise ValueError(f"{name}: expected integers of at least 0, got {counts.min()}")
-    return np.minimum(counts, 2**40)
-
-
-def _new_tokens(n: int | None, token_ids: npt.ArrayLike | None) -> tuple[Ints, Tokens | None]:
-    """How many tokens of a new request get slots at most, `[1]`, and its tokens when they are given."""
-    if token_ids is None:
-        if n is None:
-            raise TypeError("expected n or token_ids")
-        return _counts(n, 1), None
-    tokens = _tokens(token_ids)
-    return np.array([len(tokens) if n is None else min(integer(n, "n", 0), len(tokens))]), tokens
-
-
-def _tokens(values: npt.ArrayLike) -> Tokens:
-    """`values` as `[n] int32`."""
-    array = np.asarray(values)
-    if array.dtype == np.int32 and array.ndim == 1:
-        return np.ascontiguousarray(array)
-    wide = integers(array, "token_ids")
-    if len(wide) and (wide.min() < -(2**31) or wide.max() >= 2**31):
-        raise ValueError(f"token_ids: expected values of int32, got {wide.min()} to {wide.max()}")
-    return wide.astype(np.int32)
-
-
-def _split(token_ids: npt.ArrayLike | Sequence[npt.ArrayLike], open_: Ints) -> tuple[Ints, Tokens]:
-    """How many tokens are meant for each request, and all of them; `open_ [n]` tokens are not committed yet."""
-    if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2:
-        token_ids = list(token_ids)
-    if isinstance(token_ids, (list, tuple)) and len(token_ids) and np.ndim(token_ids[0]) == 1:
-        parts = [_tokens(part) for part in token_ids]
-        if len(parts) != len(open_):
-            raise ValueError(f"token_ids: expected a list for each of {len(open_)} requests, got {len(parts)}")
-        return np.array([len(part) for part in parts]), np.concatenate(parts)
-    tokens = _tokens(token_ids)  # type: ignore[arg-type]
-    if len(tokens) != np.add.reduce(open_):
-        raise ValueError(
-            f"token_ids: expected the {open_.sum()} tokens that are not committed, got {len(tokens)}; a list with the tokens of each "
-            "request may have fewer"
-        )
-    return open_, tokens

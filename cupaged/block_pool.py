@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import OutOfBlocks
+from .arguments import integer, integers
+from .errors import OutOfBlocks, require
 from .free_queues import Blocks, FreeQueue, LruQueue
 
 Ints = npt.NDArray[np.int64]
 
 _NONE: Ints = np.zeros(0, np.int64)
-_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _ZERO = np.array(0, np.int32)
 _ONE = np.array(1, np.int32)  # ufunc.at is twenty times slower with an operand of another dtype
 
@@ -223,35 +223,3 @@ class BlockPool:
 
 def _lowest(values: npt.NDArray[Any]) -> Any:
     return values[values.argmin()]  # twice as fast as `min`
-
-
-def integer(value: Any, name: str, low: int, high: int | None = None) -> int:
-    """`value` as an int of at least `low` and at most `high`; raises ValueError, or TypeError when it is no integer."""
-    if type(value) is int and value >= low and high is None:
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
-        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name}: expected an integer {limits}, got {value}")
-    return int(value)
-
-
-def integers(values: npt.ArrayLike, name: str) -> Ints:
-    """`values` as an `[n] int64` array; raises TypeError for other dtypes and ValueError for other shapes."""
-    array = np.asarray(values)
-    if array.dtype == _INT64 and array.ndim == 1:
-        return array
-    if array.dtype == _INT32 and array.ndim == 1:
-        return array.astype(np.int64)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integers, got dtype {array.dtype}")
-    if array.ndim != 1:
-        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
-    return array.astype(np.int64)
-
-
-def require(condition: Any, message: str) -> None:
-    """Raise AssertionError with `message` unless `condition` holds; unlike `assert` it stays under `python -O`."""
-    if not condition:
-        raise AssertionError(message)

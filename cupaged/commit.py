@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_pool import BlockPool, Ints, require
+from .block_pool import BlockPool, Ints
 from .companions import Companions
+from .errors import require
 from .prefix_cache import PrefixCache, Tokens
 from .rows import Rows
 from .tables import BlockTables, ranges

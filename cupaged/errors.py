@@ -1,6 +1,8 @@
-"""Exceptions of the control plane that say more than their built-in parents."""
+"""Exceptions of the control plane that say more than their built-in parents, and how its checks fail."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class OutOfBlocks(MemoryError):
@@ -17,3 +19,9 @@ class OutOfBlocks(MemoryError):
         super().__init__(f"out of blocks: {needed} needed, {free} free; {hint}")
         self.needed = needed
         self.free = free
+
+
+def require(condition: Any, message: str) -> None:
+    """Raise AssertionError with `message` unless `condition` holds; unlike `assert` it stays under `python -O`."""
+    if not condition:
+        raise AssertionError(message)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .block_pool import Ints, integer
+from .arguments import integer
+from .block_pool import Ints
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Group:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layers, Iterable):
+            raise TypeError(f"layers: expected a list of layer numbers, got {self.layers!r}; write [{self.layers!r}]")
         object.__setattr__(self, "layers", tuple(integer(layer, "layers", 0) for layer in self.layers))
         for name in ("window", "chunk"):
             if getattr(self, name) is not None:
@@ -62,6 +65,8 @@ def checked(groups: Iterable[Group] | None) -> list[Group]:
     """`groups` as a list, by default one of full attention; raises TypeError and ValueError."""
     if groups is None:
         return [Group()]
+    if not isinstance(groups, Iterable):
+        raise TypeError(f"groups: expected a list of cupaged.Group objects, got {groups!r}; write [{groups!r}]")
     result = list(groups)
     if not result:
         raise ValueError("groups: expected at least one group, got none; leave it out for one of full attention")

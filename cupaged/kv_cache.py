@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import integer, number
 from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
 from .attention import backend_of, call_on_pages, run_attention, write_pages
-from .block_pool import integer
 from .call_form import cannot_change
 from .checks import check_device, check_rows, where
 from .groups import Group, checked
@@ -78,6 +78,8 @@ class KVCache:
         ):
             if choice not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {choice!r}")
+        if not isinstance(dtype, str):
+            raise TypeError(f"dtype: expected the name of a dtype, such as 'float16', got {dtype!r}")
         self.host_blocks = integer(host_blocks, "host_blocks", 0)
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
@@ -150,6 +152,8 @@ class KVCache:
         return self._pages[layer]
 
     def _check_layer(self, layer: int) -> None:
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
+            raise TypeError(f"layer: expected an integer, got {layer!r}")
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
 
@@ -159,6 +163,8 @@ class KVCache:
         Everything is enqueued on the current stream. Raises RuntimeError, with nothing changed, when a later step has begun or the
         swaps or copies of an earlier one did not run, and ValueError when the step's allocator does not fit this cache.
         """
+        if not isinstance(step, Step):
+            raise TypeError(f"step: expected the Step that a BlockAllocator gave, got {type(step).__name__}")
         if step.serial == self._begun:
             return
         if step.block_size != self.block_size or step.num_blocks > self.num_blocks:
@@ -306,13 +312,14 @@ class KVCache:
         `table_row [max_blocks]` is a row of a block table of the layer's group; the tokens before `start` are left out, as those must
         be that left a window. fp8 pages come as uint8 codes.
         """
+        seq_len, start = integer(seq_len, "seq_len", 0), integer(start, "start", 0)
         columns = -(-seq_len // self.block_size)
         table = host_int32(table_row, "table_row", 1)[:columns]
-        if seq_len < 0 or len(table) < columns:
+        if len(table) < columns:
             raise ValueError(
                 f"seq_len: expected 0 to {len(table) * self.block_size}, what table_row holds, got {seq_len}"
             )
-        if not 0 <= start <= seq_len:
+        if start > seq_len:
             raise ValueError(f"start: expected 0 to seq_len = {seq_len}, got {start}")
         first = start // self.block_size
         table = table[first:]
@@ -351,9 +358,9 @@ def blocks_for(
     dtype: str = "float16",
     groups: Iterable[Group] | None = None,
 ) -> int:
-    """How many blocks of a `KVCache` with these sizes fit into `num_bytes`."""
+    """How many blocks of a `KVCache` with these sizes fit into `num_bytes`. Raises ValueError below 0."""
     cache = KVCache(num_layers, 1, block_size, num_kv_heads, head_dim, dtype, device="cpu", groups=groups)
-    return int(num_bytes // cache.bytes_per_block)
+    return int(number(num_bytes, "num_bytes", 0) // cache.bytes_per_block)
 
 
 def _array_module(device: str) -> Any:

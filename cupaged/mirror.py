@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_pool import Ints, integer
+from .arguments import integer
+from .block_pool import Ints
 from .steps import Delta
 from .tables import ranges
 
@@ -29,6 +30,8 @@ class TableMirror:
 
         Raises ValueError, with nothing changed, unless the delta is the next one.
         """
+        if not isinstance(delta, Delta):
+            raise TypeError(f"delta: expected what step.delta gives, got {type(delta).__name__}")
         if delta.serial != self._serial + 1:
             raise ValueError(
                 f"delta: expected that of step {self._serial + 1}, got step {delta.serial}; apply every step's, in order"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import BlockPool, Ints, require
+from .block_pool import BlockPool, Ints
 from .commit import adopt
 from .companions import Companions
-from .errors import OutOfBlocks
+from .errors import OutOfBlocks, require
 from .free_queues import Blocks
 from .growth import Growth
 from .leaving import cut, laid_by_row

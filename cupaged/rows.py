@@ -5,12 +5,14 @@ A row is an int, stable until its request is freed, then used again; it names th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import Ints, integers
+from .arguments import integers, listed
+from .block_pool import Ints
 from .groups import Group
 from .tables import BlockTables, extended
 
@@ -42,7 +44,7 @@ class Rows:
         for an evicted one.
         """
         if (ids is None) == (rows is None):
-            raise TypeError("expected ids or rows=, one of the two")
+            raise TypeError(f"ids: expected ids or rows=, one of the two, got {'neither' if ids is None else 'both'}")
         if ids is not None:
             selected = self.of(ids)
         else:
@@ -59,7 +61,7 @@ class Rows:
             order = np.arange(len(selected))
             self._stamp[selected] = order
             if np.count_nonzero(self._stamp.take(selected) == order) < len(selected):
-                raise ValueError("a request is named twice; name each one once")
+                self._refuse_twice(selected)
         if rows is not None:
             self._checked = key
         return selected
@@ -69,7 +71,7 @@ class Rows:
         if not self.evicted:
             return self.select(ids, rows)
         if (ids is None) == (rows is None):
-            raise TypeError("expected ids or rows=, one of the two")
+            raise TypeError(f"ids: expected ids or rows=, one of the two, got {'neither' if ids is None else 'both'}")
         if ids is not None:
             selected = self.of_any(ids)
         else:
@@ -79,14 +81,16 @@ class Rows:
                 if not (0 <= row < len(self.lengths) and (self.lengths[row] >= 0 or row in waiting)):
                     raise KeyError(f"rows: {row} is not the row of a request")
         if len(set(selected.tolist())) < len(selected):
-            raise ValueError("a request is named twice; name each one once")
+            self._refuse_twice(selected)
         return selected
 
     def of(self, ids: Iterable[Hashable]) -> Ints:
         """Rows `[n]` of `ids`; raises KeyError for an unknown one, ValueError for an evicted one."""
-        names = _listed(ids)
+        names = listed(ids)
         try:
             return np.fromiter(map(self.row_of.__getitem__, names), np.int64, len(names))
+        except TypeError as error:
+            raise TypeError(f"ids: expected hashable ids, got {names!r} ({error})") from error
         except KeyError as error:
             name = error.args[0]
         raise self._missing(name)
@@ -95,7 +99,7 @@ class Rows:
         """`of` that takes evicted requests too."""
         if not self.evicted:
             return self.of(ids)
-        return np.array([self.row_any(name) for name in _listed(ids)], np.int64)
+        return np.array([self.row_any(name) for name in listed(ids)], np.int64)
 
     def row(self, name: Hashable) -> int:
         """The row of one id; raises KeyError for an unknown one, ValueError for an evicted one."""
@@ -110,9 +114,11 @@ class Rows:
         return self.row(name) if row is None else row
 
     def check_new(self, names: Iterable[Hashable]) -> None:
-        """Raises KeyError when one of `names` has a request, or stands there twice."""
-        seen = set()
+        """Raises KeyError when one of `names` has a request, or stands there twice, and TypeError for one without a hash."""
+        seen: set[Hashable] = set()
         for name in names:
+            if not isinstance(name, Hashable):
+                raise TypeError(f"id: expected a hashable value, got {name!r}")
             if name in self.row_of or name in self.evicted or name in seen:
                 raise KeyError(f"the id {name!r} is in use; free it first, or choose another")
             seen.add(name)
@@ -176,14 +182,12 @@ class Rows:
             return ValueError(f"request {name!r} is evicted; restore it first, or free it")
         return KeyError(f"no request has the id {name!r}")
 
+    def _refuse_twice(self, rows: Ints) -> None:
+        row = next(row for row, count in Counter(rows.tolist()).items() if count > 1)
+        raise ValueError(f"request {self.names[row]!r} is named twice; name each one once")
+
     def _refuse_rows(self, rows: Ints) -> None:
         dead = next(int(row) for row in rows if not 0 <= row < len(self.lengths) or self.lengths[row] < 0)
         if dead in self.evicted.values():
             raise self._missing(self.names[dead])
         raise KeyError(f"rows: {dead} is not the row of a request")
-
-
-def _listed(ids: Iterable[Hashable]) -> Sequence[Hashable]:
-    if isinstance(ids, (str, bytes)):
-        raise TypeError(f"ids: expected a list of ids, got {ids!r}; write [{ids!r}]")
-    return ids if isinstance(ids, (list, tuple)) else list(ids)

@@ -183,16 +183,22 @@ def test_the_watermark_limits_new_requests_and_not_growth() -> None:
     ("call", "error", "message"),
     [
         (lambda a: a.add_request("A", 1), KeyError, "'A' is in use"),
+        (lambda a: a.add_request(["C"], 1), TypeError, "id: expected a hashable value, got ['C']"),
         (lambda a: a.grow("X"), KeyError, "no request has the id 'X'"),
         (lambda a: a.grow("A", -1), ValueError, "n: expected an integer of at least 0, got -1"),
+        (lambda a: a.grow_batch(["A", "B"], [1, [2]]), ValueError, "n: expected a flat list of integers, got [1, [2]]"),
         (lambda a: a.grow("A", 1.5), TypeError, "n"),
         (lambda a: a.grow("A", True), TypeError, "n: expected an integer, got True"),
         (lambda a: a.grow_batch(["A", "A"]), ValueError, "named twice"),
         (lambda a: a.grow_batch(["A", "B"], [1]), ValueError, "n: expected one for each of 2 requests, got 1"),
         (lambda a: a.grow_batch(["A", "B"], [1, -2]), ValueError, "n: expected integers of at least 0, got -2"),
-        (lambda a: a.grow_batch("A"), TypeError, "ids: expected a list"),
+        (lambda a: a.grow_batch(["B", "A", "A"]), ValueError, "request 'A' is named twice; name each one once"),
+        (lambda a: a.grow_batch(rows=[0, 1, 1]), ValueError, "request 'B' is named twice; name each one once"),
+        (lambda a: a.grow_batch("A"), TypeError, "ids: expected a list of ids, got 'A'; write ['A']"),
+        (lambda a: a.grow_batch(5), TypeError, "ids: expected a list of ids, got 5; write [5]"),
+        (lambda a: a.grow_batch([["A"]]), TypeError, "ids: expected hashable ids, got [['A']]"),
         (lambda a: a.grow_batch(), TypeError, "ids or rows"),
-        (lambda a: a.grow_batch(["A"], rows=[0]), TypeError, "ids or rows"),
+        (lambda a: a.grow_batch(["A"], rows=[0]), TypeError, "ids or rows=, one of the two, got both"),
         (lambda a: a.grow_batch(rows=[0, -1]), KeyError, "-1 is not the row"),
         (lambda a: a.grow_batch(rows=[0, 99]), KeyError, "99 is not the row"),
         (lambda a: a.grow_batch(rows=[0.0]), TypeError, "rows: expected integers"),
@@ -201,6 +207,9 @@ def test_the_watermark_limits_new_requests_and_not_growth() -> None:
         (lambda a: a.fork_request("A", ["C", "B"]), KeyError, "'B' is in use"),
         (lambda a: a.fork_request("A", ["C", "C"]), KeyError, "'C' is in use"),
         (lambda a: a.fork_request("A", "CD"), TypeError, "children: expected a list"),
+        (lambda a: a.fork_request("A", 7), TypeError, "children: expected a list of ids, got 7; write [7]"),
+        (lambda a: a.fork_batch(["A"], "C"), TypeError, "children: expected a list of ids, got 'C'; write ['C']"),
+        (lambda a: a.fork_batch("A", ["C"]), TypeError, "parents: expected a list of ids, got 'A'; write ['A']"),
         (lambda a: a.fork_batch(["A"], ["C", "D"]), ValueError, "children: expected one for each of 1 parents, got 2"),
         (lambda a: a.reorder(["A", "B"], [0]), ValueError, "parents: expected one index for each of 2 requests, got 1"),
         (lambda a: a.reorder(["A", "B"], [0, 2]), ValueError, "parents: expected indices from 0 to 1"),
@@ -212,6 +221,11 @@ def test_the_watermark_limits_new_requests_and_not_growth() -> None:
         (lambda a: a.physical_slot("A", 6), IndexError, "position: expected 0 to 5"),
         (lambda a: a.physical_slot("A", -1), IndexError, "position"),
         (lambda a: a.physical_slot("X", 0), KeyError, "'X'"),
+        (lambda a: a.physical_slot("A", 1.5), TypeError, "position: expected an integer, got 1.5"),
+        (lambda a: a.physical_slot("A", 0, group="0"), IndexError, "group: expected 0 to 0, got '0'"),
+        (lambda a: a.blocks_needed(new={"n": 5}), TypeError, "as in [{\"n\": 5}], got {'n': 5}"),
+        (lambda a: a.blocks_needed(new=[5]), TypeError, "new: expected a list of arguments of add_request"),
+        (lambda a: a.blocks_needed(new=[{"tokens": 5}]), TypeError, "(n, token_ids, extra_key)"),
         (lambda a: a.tables["X"], KeyError, "'X'"),
         (lambda a: a.lengths["X"], KeyError, "'X'"),
         (lambda a: a.rows(["A", "X"]), KeyError, "'X'"),
@@ -240,11 +254,11 @@ def test_a_wrong_call_says_why_and_changes_nothing(call: Any, error: type[Except
         (4, 4, -0.1, ValueError),
         (4, 4, 1.1, ValueError),
         (4, 4, float("nan"), ValueError),
+        (4, 4, "0.5", TypeError),
+        (4, 2**31, 0.0, ValueError),
     ],
 )
-def test_impossible_sizes_are_refused(
-    num_blocks: Any, block_size: Any, watermark: float, error: type[Exception]
-) -> None:
+def test_impossible_sizes_are_refused(num_blocks: Any, block_size: Any, watermark: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         BlockAllocator(num_blocks, block_size, watermark=watermark)
 
@@ -264,6 +278,8 @@ def test_a_mirror_refuses_a_delta_out_of_order() -> None:
     first, second = alloc.add_request("A", 6), alloc.grow("A")
     with pytest.raises(ValueError, match="expected that of step 1, got step 2"):
         mirror.apply(second.delta)
+    with pytest.raises(TypeError, match=r"delta: expected what step\.delta gives, got Step"):
+        mirror.apply(first)  # type: ignore[arg-type]
     mirror.apply(pickle.loads(pickle.dumps(first.delta)))
     mirror.apply(second.delta)
     with pytest.raises(ValueError, match="expected that of step 3, got step 2"):

@@ -113,12 +113,17 @@ def test_bad_groups_are_refused() -> None:
     for arguments, error, message in (
         ({"window": 0}, ValueError, "window: expected an integer of at least 1, got 0"),
         ({"chunk": 1.5}, TypeError, "chunk: expected an integer, got 1.5"),
+        ({"layers": 3}, TypeError, "layers: expected a list of layer numbers, got 3; write [3]"),
         ({"layers": [-1]}, ValueError, "layers: expected an integer of at least 0, got -1"),
     ):
         with pytest.raises(error, match=re.escape(message)):
             Group(**arguments)
     with pytest.raises(ValueError, match="groups: expected at least one group"):
         BlockAllocator(4, 2, [])
+    with pytest.raises(
+        TypeError, match=r"groups: expected a list of cupaged.Group objects, got Group\(.*; write \[Group"
+    ):
+        BlockAllocator(4, 2, Group())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"groups: expected cupaged.Group objects, got 4"):
         BlockAllocator(4, 2, [4])
     with pytest.raises(ValueError, match="prefix_caching: expected a group of full attention"):

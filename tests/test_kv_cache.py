@@ -309,6 +309,24 @@ def test_bad_sizes_are_refused_at_construction(changes: dict[str, Any], message:
         small_cache(**changes)
 
 
+def test_arguments_of_another_type_are_refused() -> None:
+    cache = small_cache()
+    for call, message in (
+        (lambda: small_cache(dtype=np.float32), "dtype: expected the name of a dtype, such as 'float16', got <class"),
+        (lambda: cache.begin(None), "step: expected the Step that a BlockAllocator gave, got NoneType"),  # type: ignore[arg-type]
+        (lambda: cache.layer("0"), "layer: expected an integer, got '0'"),  # type: ignore[arg-type]
+        (lambda: cache.gather(0, np.array([1]), 1.5), "seq_len: expected an integer, got 1.5"),  # type: ignore[arg-type]
+        (
+            lambda: blocks_for("1 GB", num_layers=1, block_size=4, num_kv_heads=1, head_dim=8),
+            "num_bytes: expected a number",
+        ),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(ValueError, match="num_bytes: expected a number from 0 to inf, got -1"):
+        blocks_for(-1, num_layers=1, block_size=4, num_kv_heads=1, head_dim=8)
+
+
 def test_gather_refuses_what_the_table_does_not_hold() -> None:
     cache = small_cache()
     with pytest.raises(ValueError, match="seq_len: expected 0 to 4, what table_row holds, got 5"):

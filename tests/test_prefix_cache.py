@@ -317,7 +317,7 @@ def test_tokens_that_contradict_a_shared_block_are_refused() -> None:
         (lambda a: a.commit(["A"], [2**31]), ValueError, "token_ids: expected values of int32"),
         (lambda a: a.commit(["A"], [0.5]), TypeError, "token_ids: expected integers"),
         (lambda a: a.commit(["X"], [1]), KeyError, "'X'"),
-        (lambda a: a.add_request("C"), TypeError, "n or token_ids"),
+        (lambda a: a.add_request("C"), TypeError, "n: expected a number of tokens, or token_ids, got neither"),
         (lambda a: a.add_request("C", token_ids=[[1]]), ValueError, "token_ids: expected one dimension"),
         (
             lambda a: a.add_request("C", token_ids=[1], extra_key=[]),

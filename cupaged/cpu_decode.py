@@ -3,17 +3,15 @@
 Every K and V row is loaded once for all query rows of its KV head, in tiles of TILE tokens: S = Q K^T, softmax of all rows at once
 with running maxima, O = alpha O + P V. Scores, maxima and sums are vectors of [row, token], see `cpu_products`.
 
-What bounds it: the memory, where K and V come from beyond the caches and a KV head has one or two query heads, or float32 pages. A
-product of a byte of 16-bit pages with each of three or four query heads takes about as long on eight lanes as the byte takes to
-arrive, and in the caches arithmetic alone counts. Pages lie anywhere, and the hardware's streams of reads break where a run of rows
-ends: with pages in random order a read of nothing but runs of 4 KB got three quarters of what the same machine reads in order. So an
-item is several KV heads, whose rows of one block lie side by side in layout "HND": within a tile the heads of a block are read one
-after another before the next block. With AVX-512 an item is one head, and rows are prefetched.
+Pages lie anywhere, and the hardware's streams of reads break where a run of rows ends. So rows are prefetched a run ahead, in the
+order in which they are read: while a run of K is multiplied, the head's next run comes, after the last one its first run of V, and so
+on to K of the next tile. An item is several KV heads, whose rows of one block lie side by side in layout "HND", and within a tile
+the heads of a block are read one after another before the next block. With AVX-512 an item is one head.
 
 A worker's memory, float32 unless said; padded rows are whole row tiles of each head:
     queries, output [heads * padded rows, head_dim]   scores [heads * row tiles, TILE, 4]
     largest logit, sum, alpha, slope [heads * row tiles, WIDTH]   first key, end of keys, position [heads * row tiles, WIDTH] int32
-    addresses of K, V [heads, TILE + PAD] int64   token positions [TILE + PAD] int32
+    addresses of K, V of the first head, token positions [TILE + PAD] int64, int64, int32
 """
 
 from __future__ import annotations
@@ -25,12 +23,14 @@ from typing import Any
 from numba import literally
 
 from .cpu_formats import BF16, READ_FACTOR, accumulate, copy_bytes, join_pairs, multiply_row, split_pairs
-from .cpu_products import AHEAD, largest_of_rows, load_positions, scores, weigh
+from .cpu_products import largest_of_rows, load_positions, scores, weigh
 from .cpu_vector import (
     WIDTH,
     add,
     choose,
     compiled,
+    count_up_int,
+    count_up_long,
     divide,
     exp,
     fetch_add,
@@ -40,11 +40,9 @@ from .cpu_vector import (
     maximum,
     multiply,
     peek_float,
-    peek_int,
     peek_long,
     poke_float,
     poke_int,
-    prefetch,
     select_finite,
     splat,
     store,
@@ -74,8 +72,7 @@ from .cpu_work import (
 )
 
 TILE = 64  # tokens between two rescalings of the output
-PAD = AHEAD + 16  # addresses past the end of a tile
-LINES = 4 if WIDTH == 16 else 0  # lines prefetched a tile before a run of rows begins, as AHEAD
+PAD = TILE + 16  # addresses past the end of a tile: a run of the next one, which is prefetched, and padding
 _ROW_TILES = MOST_HEADS * 2
 _VECTOR = 4 * WIDTH
 QUERIES = 0
@@ -84,9 +81,8 @@ SCORES = OUTPUT + 4 * MOST_ROWS * 256
 _SCORES_BYTES = 16 * TILE
 TOP, SUM, ALPHA, SLOPE, LOW, HIGH, PLACE = (SCORES + _ROW_TILES * (_SCORES_BYTES + _VECTOR * n) for n in range(7))
 KEYS = PLACE + _ROW_TILES * _VECTOR
-_ROW_BYTES = 8 * (TILE + PAD)
-VALUES = KEYS + MOST_HEADS * _ROW_BYTES
-POSITIONS = VALUES + MOST_HEADS * _ROW_BYTES
+VALUES = KEYS + 8 * (TILE + PAD)
+POSITIONS = VALUES + 8 * (TILE + PAD)
 
 
 @compiled
@@ -115,17 +111,6 @@ def _tokens_of_run(p: Any) -> int:
     """How many tokens of one head are read before the next head's: a block where that divides a tile."""
     size = p.block_size
     return TILE if size >= TILE else 32 if size == 32 else 16
-
-
-@compiled
-def _prefetch_run(p: Any, s: int, j: int, end: int, base: int, block_bytes: int, token_bytes: int) -> None:
-    """The first lines of the run of rows that begins at token j, unless that is past the end or not mapped."""
-    if j < end:
-        page = peek_int(p.tables + s * p.table_row + 4 * (j // p.block_size))
-        if page >= 0:
-            begin = base + page * block_bytes + j % p.block_size * token_bytes
-            for offset in range(0, 64 * LINES, 64):
-                prefetch(begin + offset)
 
 
 @compiled
@@ -287,7 +272,7 @@ def decode_kernel(kv: int, tile: int) -> Any:
         D = p.head_dim
         tokens = _tokens(tile)
         run = _tokens_of_run(p)
-        positions = mine + POSITIONS
+        keys, values, positions = mine + KEYS, mine + VALUES, mine + POSITIONS
         groups = -(-p.num_kv_heads // p.heads)
         while True:
             item = next_item(p, number)
@@ -315,26 +300,30 @@ def decode_kernel(kv: int, tile: int) -> Any:
             # tiles between these need no mask: the last row sees the latest first key, the first row the earliest end
             low = first_key(p, n - 1) if n > 0 else 0
             high = end_of_keys(p, n - m, n) if m <= n else 0
-            k_base, v_base = p.k + head * p.k_head, p.v + head * p.v_head
             for j in range(begin, end, TILE):
-                count, known = min(TILE, end - j), min(TILE + AHEAD, end - j)
-                holes = False
-                for h in range(heads):
-                    places = mine + _ROW_BYTES * h
-                    holes = find_tile(
-                        p, s, head + h, j, known, places + KEYS, places + VALUES, positions, (known + 15) // 16 * 16
-                    )
+                count, known = min(TILE, end - j), min(TILE + run, end - j)
+                holes = find_tile(p, s, head, j, known, keys, values, positions, known)
+                count_up_long(keys + 8 * known, peek_long(keys + 8 * known - 8), 0, PAD - TILE)
+                count_up_int(positions + 4 * known, -1, 0, PAD - TILE)
+                # rows of other heads lie as far apart as the heads, but those that are not mapped
+                k_head, v_head = (0, 0) if holes else (p.k_head, p.v_head)
                 edge = holes or count % tokens != 0 or low > j or high < j + count
                 for t in range(0, count, run):
-                    if LINES:
-                        _prefetch_run(p, s, j + t, end, v_base, p.v_block, p.v_token)
                     several = min(run, count - t)
                     for h in range(heads):
-                        keys = mine + KEYS + _ROW_BYTES * h + 8 * t
+                        if holes:
+                            find_tile(
+                                p, s, head + h, j + t, several, keys + 8 * t, values + 8 * t, positions + 4 * t, run
+                            )
                         for r in range(row_tiles):
                             queries = mine + QUERIES + head_bytes * h + 4 * D * tile * r
                             target = mine + SCORES + _SCORES_BYTES * (row_tiles * h + r) + _VECTOR * (t // tokens)
-                            scores(kv, tile, queries, keys, target, D, several)
+                            at, ahead, ahead_head = keys + 8 * t, values, v_head
+                            if r or holes:
+                                ahead, ahead_head = at, k_head
+                            elif t + run < count:
+                                ahead, ahead_head = at + 8 * run, k_head
+                            scores(kv, tile, queries, at, k_head * h, ahead, ahead_head * h, target, D, several)
                 for h in range(heads):
                     factor = p.scale * peek_float(p.k_scale + 4 * (head + h)) * gain
                     for r in range(row_tiles):
@@ -343,15 +332,22 @@ def decode_kernel(kv: int, tile: int) -> Any:
                         _softmax(tile, p, weights, state, positions, -(-count // tokens), factor, edge)
                         _rescale(tile, state + ALPHA, mine + OUTPUT + 4 * D * tile * n_tile, D)
                 for t in range(0, count, run):
-                    if LINES:
-                        _prefetch_run(p, s, j + TILE + t, end, k_base, p.k_block, p.k_token)
                     several = min(run, count - t)
                     for h in range(heads):
-                        values = mine + VALUES + _ROW_BYTES * h + 8 * t
+                        if holes:
+                            find_tile(
+                                p, s, head + h, j + t, several, keys + 8 * t, values + 8 * t, positions + 4 * t, run
+                            )
                         for r in range(row_tiles):
                             n_tile = row_tiles * h + r
                             weights = mine + SCORES + _SCORES_BYTES * n_tile + _VECTOR * (t // tokens)
-                            weigh(kv, tile, weights, values, mine + OUTPUT + 4 * D * tile * n_tile, D, several)
+                            target = mine + OUTPUT + 4 * D * tile * n_tile
+                            at, ahead, ahead_head = values + 8 * t, keys + 8 * TILE, k_head
+                            if r or holes:
+                                ahead, ahead_head = at, v_head
+                            elif t + run < count:
+                                ahead, ahead_head = at + 8 * run, v_head
+                            weigh(kv, tile, weights, at, v_head * h, ahead, ahead_head * h, target, D, several)
 
             for h in range(heads):
                 state, out = mine + _VECTOR * row_tiles * h, mine + OUTPUT + head_bytes * h

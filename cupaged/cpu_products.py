@@ -4,10 +4,11 @@
                `weigh`   O[r] = alpha[r] O[r] + p[r] V     rows of V are loaded once for all query rows
     many rows  `outer`   C[i] = alpha C[i] + sum_k A[i, k] B[k]   lanes are query rows: S^T = K Q^T and O^T = V^T P^T, no reduction
 
-K and V rows are found through arrays of 64-bit addresses, one a token, so a product never sees a page, and any stride or block
-size costs the same. Addresses past the last token are only prefetched: they may be anything. Scores of few rows lie in vectors of
-[row, token]: WIDTH / 4 tokens for 3 or 4 rows, WIDTH / 2 for 2. With bfloat16 pages `scores` takes each whole 32 elements of a query,
-and `weigh` leaves each whole 2 * WIDTH of its output, in the order of `emit_load_pair`.
+K and V rows are found through arrays of 64-bit addresses, one a token, and a distance from there to the rows of the head, so a product
+never sees a page, and any stride or block size costs the same. Few rows name the rows that are read next, which are prefetched
+meanwhile; those addresses may be anything. Scores of few rows lie in vectors of [row, token]: WIDTH / 4 tokens for 3 or 4 rows,
+WIDTH / 2 for 2. With bfloat16 pages `scores` takes each whole 32 elements of a query, and `weigh` leaves each whole 2 * WIDTH of its
+output, in the order of `emit_load_pair`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ from .cpu_vector import (
 )
 
 LINE = 64  # bytes of a cache line
-# Tokens between a row that is read and the row that is prefetched then. 0: none, where streams that the hardware follows are faster.
-AHEAD = 16 if WIDTH == 16 else 0
 SUMS = 16 if WIDTH == 16 else 8  # vectors of sums that fit in registers beside their operands
 HEIGHT = 2  # rows of the output whose weights stay in registers
 
@@ -51,12 +50,16 @@ def _read(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
     return b.load(pointer(b, address, kind), align=4)
 
 
+def _rows(b: ir.IRBuilder, places: ir.Value, offset: ir.Value, t: ir.Value, count: int) -> list[ir.Value]:
+    """Addresses of the rows of `count` tokens from t on."""
+    return [b.add(_read(b, _at(b, places, b.add(t, int64(u)), 8), _i64), offset) for u in range(count)]
+
+
 def _together(kv: int, rows: int) -> int:
     """Rows of K or V that are read side by side.
 
-    With 32 registers a whole block: prefetches hide the order. With 16 there are no prefetches. One row after another is the order that
-    the streams of the hardware follow best; several side by side cost fewer instructions, which matters where there is much to convert
-    and to multiply for each byte. Measured on Zen 3, beyond its caches.
+    With 32 registers a whole block. With 16 few: one row after another is the order that the streams of the hardware follow best, several
+    side by side cost fewer instructions, which matters where there is much to convert and to multiply for each byte.
     """
     if WIDTH == 16:
         return tokens_of(rows)
@@ -89,7 +92,10 @@ def emit_scores(
     kv: int,
     rows: int,
     q: ir.Value,  # float32 [rows, head_dim]
-    keys: ir.Value,  # int64 [count, padded to whole blocks, + AHEAD]
+    keys: ir.Value,  # int64 [count, padded to whole blocks]: rows of the first head
+    offset: ir.Value,  # bytes from there to the rows of this head
+    ahead: ir.Value,  # int64 [count, padded]: rows to prefetch meanwhile
+    ahead_offset: ir.Value,
     scores: ir.Value,  # float32 [blocks, rows, tokens]: a vector a block of tokens, as `tokens_of(rows)` says
     head_dim: ir.Value,
     count: ir.Value,
@@ -101,10 +107,8 @@ def emit_scores(
     spread = min(unroll, SUMS // (rows * together))  # sums of one product
 
     def products(t: ir.Value) -> list[ir.Value]:
-        k = [_read(b, _at(b, keys, b.add(t, int64(u)), 8), _i64) for u in range(together)]
-        following = [
-            _read(b, _at(b, keys, b.add(t, int64(AHEAD + u)), 8), _i64) for u in range(together if AHEAD else 0)
-        ]
+        k = _rows(b, keys, offset, t, together)
+        following = _rows(b, ahead, ahead_offset, t, together)
 
         def add_products(
             d: ir.Value, sums: list[ir.Value], loaded: list[ir.Value], width: int = WIDTH, part: int = 0
@@ -165,12 +169,17 @@ def emit_weigh(
     kv: int,
     rows: int,
     weights: ir.Value,  # float32, as `scores`
-    values: ir.Value,  # int64 [count + AHEAD]
+    values: ir.Value,  # int64 [count]: rows of the first head
+    offset: ir.Value,
+    ahead: ir.Value,  # as `scores`
+    ahead_offset: ir.Value,
     out: ir.Value,  # float32 [rows, head_dim]
     head_dim: ir.Value,
     count: ir.Value,
 ) -> None:
-    (_weigh_columns if WIDTH == 16 else _weigh_tokens)(b, kv, rows, weights, values, out, head_dim, count)
+    (_weigh_columns if WIDTH == 16 else _weigh_tokens)(
+        b, kv, rows, weights, values, offset, ahead, ahead_offset, out, head_dim, count
+    )
 
 
 def _weight(b: ir.IRBuilder, rows: int, weights: ir.Value, t: ir.Value) -> ir.Value:
@@ -186,6 +195,9 @@ def _weigh_tokens(
     rows: int,
     weights: ir.Value,
     values: ir.Value,
+    offset: ir.Value,
+    ahead: ir.Value,
+    ahead_offset: ir.Value,
     out: ir.Value,
     head_dim: ir.Value,
     count: ir.Value,
@@ -205,7 +217,8 @@ def _weigh_tokens(
             ]
             for u in range(many)
         ]
-        sources = [_read(b, _at(b, values, b.add(t, int64(u)), 8), _i64) for u in range(many)]
+        sources = _rows(b, values, offset, t, many)
+        following = _rows(b, ahead, ahead_offset, t, many) if first == 0 else []
         targets = [b.add(out, b.mul(row_bytes, int64(r))) for r in range(first, first + height)]
 
         def add_vector(d: ir.Value, loaded: list[ir.Value]) -> None:
@@ -216,20 +229,28 @@ def _weigh_tokens(
             for x, total in zip(places, sums, strict=True):
                 b.store(total, x, align=4)
 
-        def pair(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            loaded = [emit_load_pair(b, _at(b, source, d, size)) for source in sources]
-            for side in range(2):
-                add_vector(b.add(d, int64(side * WIDTH)), [x[side] for x in loaded])
-            return []
+        def vectors(d: ir.Value, width: int) -> None:
+            """Elements of one vector, or of two where they come in pairs."""
+            if width > WIDTH:
+                loaded = [emit_load_pair(b, _at(b, source, d, size)) for source in sources]
+                for side in range(2):
+                    add_vector(b.add(d, int64(side * WIDTH)), [x[side] for x in loaded])
+            else:
+                add_vector(d, [emit_load(b, _at(b, source, d, size), kv) for source in sources])
 
-        def vector(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            add_vector(d, [emit_load(b, _at(b, source, d, size), kv) for source in sources])
-            return []
-
+        whole = WIDTH * (2 if kv == BF16 else 1)
         d: ir.Value = int64(0)
-        if kv == BF16:
-            d, _ = loop(b, d, b.sub(head_dim, int64(2 * WIDTH - 1)), 2 * WIDTH, [], pair)
-        loop(b, d, head_dim, WIDTH, [], vector)
+        for step in dict.fromkeys((LINE // size, whole, WIDTH)):
+
+            def part(d: ir.Value, _: list[ir.Value], step: int = step) -> list[ir.Value]:
+                for address in following if step == LINE // size else []:
+                    emit_prefetch(b, _at(b, address, d, size))
+                width = min(step, whole)
+                for n in range(0, step, width):
+                    vectors(b.add(d, int64(n)), width)
+                return []
+
+            d, _ = loop(b, d, b.sub(head_dim, int64(step - 1)), step, [], part)
 
     t: ir.Value = int64(0)
     for many in dict.fromkeys((_together(kv, rows), 1)):
@@ -248,6 +269,9 @@ def _weigh_columns(
     rows: int,
     weights: ir.Value,
     values: ir.Value,
+    offset: ir.Value,
+    ahead: ir.Value,
+    ahead_offset: ir.Value,
     out: ir.Value,
     head_dim: ir.Value,
     count: ir.Value,
@@ -266,15 +290,16 @@ def _weigh_columns(
         ]
 
         def token(t: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            value = _at(b, _read(b, _at(b, values, t, 8), _i64), d, size)
+            value, following = (
+                _at(b, row, d, size) for row in _rows(b, values, offset, t, 1) + _rows(b, ahead, ahead_offset, t, 1)
+            )
             if kv == BF16 and vectors > 1:
-                starts = [b.add(value, int64(v * width * size)) for v in range(0, vectors, 2)]
-                loaded = [x for start in starts for x in emit_load_pair(b, start)]
+                pairs = [b.add(value, int64(v * width * size)) for v in range(0, vectors, 2)]
+                loaded = [x for pair in pairs for x in emit_load_pair(b, pair)]
             else:
                 loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
-            following = _at(b, _read(b, _at(b, values, b.add(t, int64(AHEAD)), 8), _i64), d, size)
-            for offset in range(0, vectors * width * size, LINE):
-                emit_prefetch(b, b.add(following, int64(offset)))
+            for start in range(0, vectors * width * size, LINE):
+                emit_prefetch(b, b.add(following, int64(start)))
             weight_of = _weight(b, rows, weights, t)
             result = []
             for r in range(rows):
@@ -361,8 +386,8 @@ def _load_positions(b: ir.IRBuilder, rows: int, address: ir.Value) -> ir.Value:
 
 
 # Functions of compiled code; kv, rows, vectors and keep are literals.
-scores = operation(types.void, [types.int64] * 5, emit_scores, 2)  # (kv, rows, q, keys, scores, head_dim, count)
-weigh = operation(types.void, [types.int64] * 5, emit_weigh, 2)  # (kv, rows, weights, values, out, head_dim, count)
+scores = operation(types.void, [types.int64] * 8, emit_scores, 2)  # (kv, rows, q, keys, scores, head_dim, count)
+weigh = operation(types.void, [types.int64] * 8, emit_weigh, 2)  # (kv, rows, weights, values, out, head_dim, count)
 outer = operation(
     types.void, [types.int64] * 8, emit_outer, 2
 )  # (vectors, keep, a, a_row, a_step, right, c, alpha, rows, depth)

@@ -289,7 +289,6 @@ def emit_store(b: ir.IRBuilder, address: ir.Value, x: ir.Value) -> None:
     b.store(x, pointer(b, address, x.type), align=4)
 
 
-prefetch = operation(types.void, [_address], emit_prefetch)
 load = operation(floats, [_address], lambda b, a: b.load(pointer(b, a, LANES), align=4))
 load_ints = operation(ints, [_address], lambda b, a: b.load(pointer(b, a, ir.VectorType(_i32, WIDTH)), align=4))
 store = operation(types.void, [_address, floats], emit_store)

@@ -313,6 +313,21 @@ def test_no_bit_depends_on_how_many_heads_are_worked_on_together(
         assert len(heads) > 1, "always as many heads: nothing was compared"
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 16), ("bfloat16", 5), ("float16", 64)])
+def test_a_block_that_is_not_mapped_counts_for_no_head(
+    rng: np.random.Generator, all_threads: None, layout: str, dtype: str, block_size: int
+) -> None:
+    numba.set_num_threads(1)  # heads are put together
+    case = make_case(
+        rng, seq_lens=[300, 9, 130], num_kv_heads=5, group=2, head_dim=24, dtype=dtype, block_size=block_size, layout=layout,
+        window=400,  # without one no block may be missing
+    )  # fmt: skip
+    case.block_tables[0, rng.permutation(300 // block_size)[:2]] = -1
+    case.block_tables[1] = -1
+    assert_close(case, *run(case))
+
+
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 40])
 def test_every_kernel_merges_its_chunks(rng: np.random.Generator, kv_dtype: str, rows: int) -> None:

@@ -10,8 +10,11 @@ Written by hand for CuPy alone: `python -m bench.gpu_check` runs it, and `make b
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -118,14 +121,15 @@ def measure(case: Case, rounds: int = 7) -> Result:
     tables = np.empty((case.batch, columns), np.int32)
     tables[:, :alike], tables[:, alike:] = ids[:alike], ids[alike:].reshape(case.batch, -1)
     lens = np.full(case.batch, case.context, np.int32)
-    q = cupy.asarray(rng.standard_normal((case.batch, case.num_heads, case.head_dim)).astype(np.float32)).astype(
-        numpy_dtype(case.dtype)
-    )
+    q = rng.standard_normal((case.batch, case.num_heads, case.head_dim)).astype(np.float32)
+    q = cupy.asarray(q.astype(numpy_dtype(case.dtype)))
     out = cupy.empty_like(q)
     plan = cupaged.plan(
         lens, tables, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=case.dtype, kv_dtype=case.kv_dtype, share_prefix=case.share_prefix, device="cuda",
     )  # fmt: skip
+
+    cupy.cuda.get_current_stream().synchronize()  # streams that do not wait for this one read all of it
 
     def attend(i: int) -> None:
         pool = pools[i % copies]
@@ -157,7 +161,7 @@ def _classic(
     parts = -(-case.context // classic.PARTITION_SIZE)
     sums, tops = (cupy.empty((case.batch, case.num_heads, parts), np.float32) for _ in range(2))
     partial = cupy.empty((case.batch, case.num_heads, parts, dim), np.float32)
-    tables, lens = cupy.asarray(tables), cupy.asarray(lens)
+    tables, lens = cupy.asarray(tables, blocking=True), cupy.asarray(lens, blocking=True)
     rest = (case.num_kv_heads, dim**-0.5, tables, lens, size, case.context)
 
     def v1(i: int) -> None:
@@ -170,16 +174,40 @@ def _classic(
 
 
 def _random(cupy: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Small finite values of any dtype: random bits whose exponents are moderate."""
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    bits = cupy.random.randint(0, 2**16, size=-(-num_bytes // 2), dtype=np.uint16)
-    bits &= {1: 0xBBBB, 2: 0xBBFF, 4: 0xBDFF}[dtype.itemsize]  # clears a high exponent bit of every element
-    return bits.view(np.uint8)[:num_bytes].view(dtype).reshape(shape)
+    """Small finite values of any dtype, the same 32 MiB over and over: made by NumPy, since `cupy.random` needs cuRAND."""
+    filled = cupy.empty(shape, dtype)
+    flat, bits = filled.reshape(-1).view(np.uint8), cupy.asarray(_random_bits(dtype.itemsize))
+    for start in range(0, len(flat), len(bits)):
+        flat[start : start + len(bits)] = bits[: len(flat) - start]
+    return filled
+
+
+@cache
+def _random_bits(itemsize: int) -> np.ndarray:
+    """`[2 ** 25] uint8`: random bits of floats whose exponents are moderate."""
+    bits = np.random.default_rng(2).integers(0, 2**16, 2**24, np.uint16)
+    bits &= {1: 0xBBBB, 2: 0xBBFF, 4: 0xBDFF}[itemsize]  # clears a high exponent bit of every element
+    return bits.view(np.uint8)
+
+
+def compile_kernels(cases: tuple[Case, ...]) -> None:
+    """Compile what the cases need, side by side: one after the other it takes longer than the measuring."""
+    configurations = {
+        (c.num_heads, c.num_kv_heads, c.head_dim, c.dtype, c.kv_dtype, c.shared > 0 and c.share_prefix) for c in cases
+    }
+
+    def compile_one(configuration: tuple[Any, ...]) -> None:
+        names = ("num_heads", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "share_prefix")
+        with suppress(Exception):  # the case itself says what is wrong
+            cupaged.warmup(**dict(zip(names, configuration, strict=True)))
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, sorted(configurations, key=str)))
 
 
 def memory_needed(case: Case) -> int:
-    """Bytes of device memory: the caches of the rotation, and room for filling one."""
-    return (_copies(case) + 2) * case.kv_bytes
+    """Bytes of device memory: the caches of the rotation, and room for what is not counted."""
+    return (_copies(case) + 1) * case.kv_bytes + (1 << 28)
 
 
 def _copies(case: Case) -> int:
@@ -230,9 +258,11 @@ def _captured(call: Callable[[int], None], calls: int, rounds: int) -> float:
             call(i)  # compiles and allocates
         stream.synchronize()
         stream.begin_capture()
-        for i in range(calls):
-            call(i)
-        graph = stream.end_capture()
+        try:
+            for i in range(calls):
+                call(i)
+        finally:
+            graph = stream.end_capture()
         return _median(graph.launch, rounds) / calls
 
 

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +41,13 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": describe(cupy)}
     print(json.dumps(report["machine"]), flush=True)
+    write(folder, report)
 
     report["tests"] = run_tests(folder / "gpu-tests.txt")
     print(f"tests: {report['tests']['summary']}", flush=True)
     write(folder, report)
-    report["attention"] = run_benchmarks(start + TOTAL_SECONDS - KEPT_SECONDS)
+    report["attention"] = []
+    run_benchmarks(start + TOTAL_SECONDS - KEPT_SECONDS, report["attention"], lambda: write(folder, report))
     report["seconds"] = round(time.monotonic() - start, 1)
     print(write(folder, report))
     failed = report["tests"]["status"] != 0 or any("error" in r for r in report["attention"])
@@ -61,9 +67,18 @@ def describe(cupy: Any) -> dict[str, Any]:
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "runtime": cupy.cuda.runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
+        "nvrtc": nvrtc(cupy),
         "python": sys.version.split()[0],
         "commit": commit(),
     }
+
+
+def nvrtc(cupy: Any) -> str:
+    """Version of the compiler, or why there is none: without it, and without CUDA's headers, nothing below runs."""
+    try:
+        return ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def commit() -> str:
@@ -75,43 +90,53 @@ def commit() -> str:
 
 
 def run_tests(log: Path) -> dict[str, Any]:
-    """The tests marked gpu, in a process of their own so that a broken context does not reach the benchmarks."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
+    """The tests marked gpu, in processes of their own so that a broken context does not reach the benchmarks.
+
+    Most of their time goes to compiling a few hundred kernels: side by side where pytest-xdist is installed.
+    """
+    options = [
         "-m",
         "gpu and not fuzz",
         "-q",
         "--tb=short",
         "-p",
         "no:cacheprovider",
-        "tests",
+        "--continue-on-collection-errors",
     ]
+    if find_spec("xdist"):
+        options += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", *options, "tests"]
     start = time.monotonic()
     with log.open("w") as file:
+        tests = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
         try:
-            status = subprocess.run(
-                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=TEST_SECONDS, check=False
-            ).returncode
+            status = tests.wait(TEST_SECONDS)
         except subprocess.TimeoutExpired:
             status = 124
+            tests.send_signal(signal.SIGINT)  # pytest says what it knows by then
+            try:
+                tests.wait(15)
+            except subprocess.TimeoutExpired:
+                tests.kill()
+                tests.wait()
     lines = log.read_text(errors="replace").splitlines()
-    last = lines[-1] if lines else "no output"
-    summary = f"stopped after {TEST_SECONDS:.0f} s" if status == 124 else last
+    counts = [line for line in lines if re.search(r"\d+ (passed|failed|error|skipped|deselected)", line)]
+    summary = (counts or lines or ["no output"])[-1].strip("= ")
+    if status == 124:
+        summary = f"stopped after {TEST_SECONDS:.0f} s: {summary}"
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return {
         "status": status, "summary": summary, "failures": failures, "seconds": round(time.monotonic() - start, 1),
     }  # fmt: skip
 
 
-def run_benchmarks(deadline: float) -> list[dict[str, Any]]:
-    """Every case that still fits; one that fails is reported and the next one runs."""
+def run_benchmarks(deadline: float, results: list[dict[str, Any]], save: Callable[[], object]) -> None:
+    """Append the result of every case that still fits, and save each; one that fails is reported and the next one runs."""
     import cupy
 
-    from bench.gpu_attention import CASES, measure, memory_needed
+    from bench.gpu_attention import CASES, compile_kernels, measure, memory_needed
 
-    results: list[dict[str, Any]] = []
+    compile_kernels(CASES)
     for case in CASES:
         if time.monotonic() > deadline:
             results.append({"case": case.name, "skipped": "no time left"})
@@ -127,8 +152,8 @@ def run_benchmarks(deadline: float) -> list[dict[str, Any]]:
         except Exception as error:
             results.append({"case": case.name, "error": f"{type(error).__name__}: {error}"[:2000]})
         print(results[-1], flush=True)
+        save()
         cupy.get_default_memory_pool().free_all_blocks()
-    return results
 
 
 def write(folder: Path, report: dict[str, Any]) -> str:
@@ -137,9 +162,11 @@ def write(folder: Path, report: dict[str, Any]) -> str:
 
     (folder / "gpu-check.json").write_text(json.dumps(report, indent=1) + "\n")
     machine = report["machine"]
+    tests = report["tests"]["summary"] if "tests" in report else "did not end"
+    measured = [r for r in report.get("attention", []) if "skipped" not in r]
     text = (
         f"{machine['device']} (sm_{machine['compute_capability']}), CuPy {machine['cupy']}, CUDA {machine['runtime']}\n"
-        f"tests: {report['tests']['summary']}\n\n{table([r for r in report.get('attention', []) if 'skipped' not in r])}\n"
+        f"tests: {tests}\n\n{table(measured)}\n"
     )
     (folder / "gpu-check.txt").write_text(text)
     return text

@@ -234,6 +234,32 @@ def test_arrays_on_different_devices_are_refused(
         cupaged.paged_attention(**arrays)
 
 
+# ------------------------------------------------------------------------------------------------------------ benchmarks
+
+
+@pytest.mark.gpu
+def test_a_benchmark_measures_what_it_says(
+    cupy: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The smallest case of `make gpu-check` runs to its report, one that fails does not stop the next, and needs nothing but CuPy."""
+    from bench import gpu_attention, gpu_check
+
+    if plugin := request.config.pluginmanager.get_plugin("pretend"):
+        monkeypatch.setattr(plugin.installed[0], "skipped", {"read_sum"})
+    small = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=2, head_dim=64)
+    impossible = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=4, head_dim=64)
+    monkeypatch.setattr(gpu_attention, "CASES", (impossible, small))
+    monkeypatch.setattr(gpu_attention, "_l2_bytes", lambda: 1 << 16)
+    report: dict[str, Any] = {"machine": gpu_check.describe(cupy), "attention": []}
+    gpu_check.write(tmp_path, report)
+    gpu_check.run_benchmarks(float("inf"), report["attention"], lambda: gpu_check.write(tmp_path, report))
+    first, second = report["attention"]
+    assert "num_heads" in first["error"] and "error" not in second
+    assert second["kv_bytes"] == 2 * 2 * 64 * 2 * 64 * 2 and second["host_us"] > 0
+    text = (tmp_path / "gpu-check.txt").read_text()
+    assert "tests: did not end" in text and small.name in text
+
+
 # --------------------------------------------------------------------------------------------------------- without a GPU
 
 

@@ -51,6 +51,7 @@ class Pretend:
         self.info = DEVICES[arch]
         self.current = 0
         self.refused: list[str] = []
+        self.skipped: set[str] = set()  # kernels without whose work a test can do
         self.launches: list[tuple[str, tuple[int, ...], tuple[int, ...], int, bytes]] = []
         self.memory: dict[int, tuple[np.ndarray, int, int]] = {}  # address -> memory, kind, device
         self.streams: dict[int, Stream] = {}

@@ -71,6 +71,8 @@ class Kernel:
             return lambda: np.copyto(arrays[-1], first + step * np.arange(arrays[-1].size), casting="unsafe")
         if self.name.startswith("cupy_take"):
             return lambda: _take(*arguments[:-1])
+        if self.name in self.cuda.skipped:
+            return lambda: None
         self.cuda.require(False, f"{self.name} is not among the kernels of CuPy that are known here")
         raise AssertionError
 

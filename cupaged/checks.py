@@ -271,7 +271,7 @@ def _beside(x: Any, name: str, like: Array) -> Array:
 
         with where(like):
             stream = cupy.cuda.get_current_stream()
-            if not is_cupy(x) and stream.ptr > 2 and stream.is_capturing():
+            if not is_cupy(x) and stream.ptr > 1 and stream.is_capturing():
                 raise RuntimeError(
                     f"{name}: expected a CuPy array while a CUDA graph is captured, got {type(x).__name__}; each replay would copy from "
                     "memory that is another's by then"

@@ -161,8 +161,8 @@ class CupyLauncher:
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def capturing(self) -> bool:
-        stream = self.stream()  # 0 to 2 are the default streams, which cannot be captured
-        return stream > 2 and bool(self._cupy.cuda.runtime.streamIsCapturing(stream))
+        stream = self.stream()  # 0 and 1 are the legacy default stream, which cannot be captured
+        return stream > 1 and bool(self._cupy.cuda.runtime.streamIsCapturing(stream))
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:

@@ -18,6 +18,7 @@ from simt import build
 
 import cupaged
 from cupaged import reference
+from cupaged.arrays import as_array, numpy_dtype
 from cupaged.cuda import current_backend
 
 SHAPE = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": "float16"}
@@ -163,6 +164,41 @@ def test_host_values_of_heads_are_not_captured(cupy: Any, rng: np.random.Generat
         current_backend().launcher.capture(),
     ):
         cupaged.paged_attention(q, k, v, tables, lens, **{name: values})
+
+
+# --------------------------------------------------------------------------------------------------------- foreign arrays
+
+
+class ThroughDLPack:
+    """An array of another library on a device: a tensor of JAX or PyTorch."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.x.__dlpack_device__()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.x.__dlpack__(**how)
+
+
+class ThroughInterface:
+    """The same through `__cuda_array_interface__` alone: an array of Numba."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.__cuda_array_interface__ = x.__cuda_array_interface__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_foreign_device_arrays_come_without_a_copy(cupy: Any, rng: np.random.Generator, dtype: str) -> None:
+    x = cupy.asarray(rng.standard_normal((3, 6, 64)).astype(numpy_dtype(dtype)))
+    for kind in (ThroughDLPack,) if dtype == "bfloat16" else (ThroughDLPack, ThroughInterface):
+        for stream in (cupy.cuda.Stream.null, cupy.cuda.Stream(non_blocking=True)):
+            with stream:
+                found = as_array(kind(x), "x")
+            assert found.data.ptr == x.data.ptr and found.dtype == x.dtype and found.shape == x.shape
 
 
 # ------------------------------------------------------------------------------------------------- devices beside the current

@@ -180,8 +180,8 @@ class Pretend:
     # ---------------------------------------------------------------------------------- streams, events, capture
 
     def stream(self, handle: int) -> Stream:
-        if handle == 0:
-            handle = -1 - self.current  # each device has a default stream
+        if handle <= 2:  # each device has its legacy default stream (0, 1) and one of this thread (2)
+            handle = -2 * self.current - (2 if handle == 2 else 1)
             if handle not in self.streams:
                 self.streams[handle] = Stream(self.current, True)
         return self.streams[handle]

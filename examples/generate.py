@@ -119,9 +119,13 @@ def array_module(device: str) -> Any:
 
     names, missing = cuda_devices()
     if names:
-        import cupy
-
-        return cupy
+        try:
+            import cupy
+            import cupy.cublas  # multiplies the model's matrices
+        except ImportError as error:
+            missing = f"CuPy finds no cuBLAS: pip install 'cupy-cuda12x[ctk]' (or cupy-cuda13x) ({error})"
+        else:
+            return cupy
     if device == "cuda":
         raise InputError(f"--device cuda: {missing}")
     return np

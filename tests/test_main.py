@@ -124,6 +124,17 @@ def test_missing_cupy_and_missing_gpu_are_different_messages(
     assert "no GPU found" in refused(capsys, "hello", "--model", tiny, "--device", "cuda")
 
 
+def test_a_gpu_without_cublas_runs_no_model(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the extras brings cuBLAS, which the package itself does not need."""
+    monkeypatch.setattr(info, "cuda_devices", lambda: (["H200"], ""))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=type(None)))
+    monkeypatch.setitem(sys.modules, "cupy.cublas", None)
+    assert "CuPy finds no cuBLAS: pip install" in refused(capsys, "hello", "--model", tiny, "--device", "cuda")
+    assert main(["generate", "hello", "--model", tiny, "--device", "auto", "--max-tokens", "1"]) == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [["--beam", "0"], ["--n", "-1"], ["--max-tokens", "x"], ["--temperature", "-1"], ["--beam", "2", "--n", "2"], ["--block-size", "0"]],

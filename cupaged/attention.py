@@ -94,7 +94,7 @@ def paged_attention(
     """
     plain = lse is None and alibi_slopes is None and sinks is None and not return_lse
     if plain and plan is not None and plan.repeated is not None:
-        result = plan.repeated(
+        result = plan.repeated.repeat(
             q, k_cache, v_cache, out, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix, k_scale, v_scale
         )  # fmt: skip
         if result is not None:

@@ -92,12 +92,12 @@ class RepeatedCall:
     compares the arrays, and the rows of `q` with those that the plan has now.
     """
 
-    __slots__ = ("attention", "options", "step")
+    __slots__ = ("options", "over", "step", "where")
 
     def __init__(self, attention: Any, step: Any, *options: Any) -> None:
-        self.attention, self.step, self.options = attention, step, options  # the backend's
+        self.over, self.step, self.where, self.options = attention.over, step, step.where, options
 
-    def __call__(
+    def repeat(
         self, q: Any, k_cache: Any, v_cache: Any, out: Any, layout: Any, kv_dtype: Any, scale: Any, causal: Any, window: Any,
         chunk: Any, softcap: Any, num_splits: Any, share_prefix: Any, k_scale: Any, v_scale: Any,
     ) -> Array | None:  # fmt: skip
@@ -107,7 +107,7 @@ class RepeatedCall:
             layout is a and kv_dtype is b and scale is c and causal is d and window is e and chunk is f and softcap is g
             and num_splits is h and share_prefix is i and k_scale is j and v_scale is k
         ):  # fmt: skip
-            result: Array | None = self.attention.over(q, k_cache, v_cache, self.step, out)
+            result: Array | None = self.over(q, k_cache, v_cache, self.where, out)
             return result
         return None
 

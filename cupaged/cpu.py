@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy import empty, ndarray
 
 from .arrays import Array, Attention, WriteKV
 
@@ -43,6 +44,7 @@ _ZEROS, _WORK, _PARTIALS, _TICKETS, _SCRATCH, _QUEUES, _WORKERS = (
 )
 _call, _write = struct.Struct(PACKING), struct.Struct("q" * len(WRITE_FIELDS))
 _threads_free = threading.Lock()
+_acquire, _release = _threads_free.acquire, _threads_free.release  # a `with` takes longer
 
 
 @parallel_entry
@@ -57,11 +59,10 @@ def _run_serial(kernel: int, params: int) -> None:
 
 
 def run(kernel: int, params: int, workers: int) -> None:
-    """Run a compiled worker on the record at `params`, on so many threads."""
+    """Run a compiled worker on the record at `params`, on so many threads, of which no other call has any."""
     if workers <= 1:
         _run_serial(kernel, params)
-        return
-    with _threads_free:
+    else:
         _run_parallel(kernel, params, workers)
 
 
@@ -69,8 +70,8 @@ def address(x: Array) -> int:
     return int(x.ctypes.data)
 
 
-class _Workspace(threading.local):
-    """Memory that outlives a call, one set for each Python thread."""
+class _Workspace:
+    """Memory that outlives a call, for one call at a time: whoever holds `_threads_free`."""
 
     def __init__(self) -> None:
         self.params: Any = np.zeros(PARAMS, np.int64)
@@ -94,6 +95,7 @@ class _Workspace(threading.local):
 
 
 _workspace = _Workspace()
+_parameters = _workspace.where
 _kernels = np.zeros((len(KV_CODES), 8), np.int64)  # addresses of compiled workers, by the format of the pages
 _kernels_of = {kv: address(row) for kv, row in enumerate(_kernels)}
 
@@ -133,14 +135,16 @@ def _pack(params: Any, call: Attention) -> None:
 
 def paged_attention(call: Attention) -> None:
     """Attention of a checked call on NumPy arrays, classic layout excepted. Every row of `call.out` and `call.lse` is written."""
-    own = _workspace
-    params, where = own.params, own.where
-    _pack(params, call)
     with _threads_free:
-        if run_call(where, 0, 0, 0, 0, 0, 0, 0, 0, 0):
-            return
-    # Room that is too small, a worker that is not compiled yet, or more than one.
-    threads, kv = numba.get_num_threads(), KV_CODES[call.kv_dtype]
+        _pack(_workspace.params, call)
+        if not run_call(_parameters, 0, 0, 0, 0, 0, 0, 0, 0, 0):
+            _run_step_by_step(call)
+
+
+def _run_step_by_step(call: Attention) -> None:
+    """Run the call in the parameters where room is too small, a worker is not compiled yet, or more than one is needed."""
+    own, where = _workspace, _parameters
+    params, threads, kv = own.params, numba.get_num_threads(), KV_CODES[call.kv_dtype]
     params[_ZEROS], params[_WORK] = own.no_key, own.room("work", 24 * len(call.block_tables))
     params[_SCRATCH] = own.room("scratch", threads * SCRATCH_BYTES)
     params[_QUEUES] = own.room("queues", threads * QUEUE_BYTES)
@@ -159,10 +163,9 @@ def paged_attention(call: Attention) -> None:
 def write_kv(call: WriteKV) -> None:
     """Store rows at their slots, checked beforehand; layout "HND" only."""
     slots = call.slot_mapping.astype(np.int64, copy=False)
-    own = _workspace
-    _pack_write(own.params, call, slots)
     with _threads_free:
-        run_call(own.where, 0, 0, 0, 0, 0, 0, own.where, 0, 0)
+        _pack_write(_workspace.params, call, slots)
+        run_call(_parameters, 0, 0, 0, 0, 0, 0, _parameters, 0, 0)
 
 
 def _pack_write(params: Any, call: WriteKV, slots: Array) -> None:
@@ -203,16 +206,9 @@ class StepRecord:
         self.where = address(self.values)
 
 
-class PageAddresses:
-    """Where the pages of a cache's layers begin."""
-
-    def __init__(self, pages: Sequence[tuple[Array, Array]]) -> None:
-        self.pages = pages  # kept alive
-        self.values = np.array([(address(k), address(v)) for k, v in pages], np.int64)
-        self.where = address(self.values)
-
-    def of(self, layer: int) -> int:
-        return self.where + 16 * layer
+def page_addresses(pages: Sequence[tuple[Array, Array]]) -> Array:
+    """The addresses of K and V of a cache's layers, `[layers, 2]` int64: what the calls below find the pages by."""
+    return np.array([(address(k), address(v)) for k, v in pages], np.int64)
 
 
 def _keep_scales(record: Array, fields: tuple[str, ...], call: Attention | WriteKV) -> None:
@@ -243,10 +239,13 @@ class RepeatedWrite:
         """Whether both repeat the same."""
         return np.array_equal(self.record, other.record)
 
-    def __call__(self, pages: int, k: Any, v: Any, step: StepRecord) -> bool:
-        """Whether the rows were written."""
-        with _threads_free:
-            return bool(run_call(_workspace.where, 0, step.where, 0, 0, pages, 0, self.where, id(k), id(v)))
+    def write(self, pages: int, k: Any, v: Any, step: int) -> bool:
+        """Whether rows were written: to the pages whose two addresses stand at `pages`, in the step whose record is at `step`."""
+        _acquire()
+        try:
+            return bool(run_call(_parameters, 0, step, 0, 0, pages, 0, self.where, id(k), id(v)))
+        finally:
+            _release()
 
 
 class RepeatedAttention:
@@ -271,33 +270,32 @@ class RepeatedAttention:
         """Whether both repeat the same."""
         return np.array_equal(self.record, other.record)
 
-    def __call__(
-        self, pages: int, q: Any, step: StepRecord, write: RepeatedWrite | None, k: Any, v: Any
-    ) -> Array | None:
-        """The result over `pages`, or None for a call that is not like the earlier one or needs what is not ready.
+    def attend(self, pages: int, q: Any, step: int, written: int, k: Any, v: Any) -> Array | None:
+        """The result; `pages` and `step` as in `RepeatedWrite.write`. None for what is not like the earlier call, or not ready.
 
-        With `write`, rows `k` and `v` are stored first.
+        If `written` is the address of a `RepeatedWrite`'s record and not 0, rows `k` and `v` are stored first.
         """
-        if type(q) is not np.ndarray:
+        if type(q) is not ndarray:
             return None
-        out = np.empty(q.shape, q.dtype)
-        written = 0 if write is None else write.where
-        with _threads_free:
-            workers = run_call(
-                _workspace.where, self.where, step.where, id(q), id(out), pages, 0, written, id(k), id(v)
-            )
+        out = empty(q.shape, q.dtype)
+        _acquire()
+        try:
+            workers = run_call(_parameters, self.where, step, id(q), id(out), pages, 0, written, id(k), id(v))
+        finally:
+            _release()
         return out if workers else None
 
-    def over(self, q: Any, k_cache: Any, v_cache: Any, step: StepRecord, out: Any) -> Array | None:
+    def over(self, q: Any, k_cache: Any, v_cache: Any, step: int, out: Any) -> Array | None:
         """The same over pages of the caller's own, in `out` if given."""
         if out is None:
-            if type(q) is not np.ndarray:
+            if type(q) is not ndarray:
                 return None
-            out = np.empty(q.shape, q.dtype)
-        with _threads_free:
-            workers = run_call(
-                _workspace.where, self.where, step.where, id(q), id(out), id(k_cache), id(v_cache), 0, 0, 0
-            )
+            out = empty(q.shape, q.dtype)
+        _acquire()
+        try:
+            workers = run_call(_parameters, self.where, step, id(q), id(out), id(k_cache), id(v_cache), 0, 0, 0)
+        finally:
+            _release()
         return out if workers else None
 
 
@@ -311,7 +309,8 @@ def copy_blocks(pool: Array, copies: Array) -> None:
         return
     copies = np.ascontiguousarray(copies, np.int64)
     params = np.array([address(pool), pool.strides[0], pool[0].nbytes, address(copies), len(copies), 0])
-    run(int(copy_kernel().address), address(params), 1 if len(copies) == 1 else numba.get_num_threads())
+    with _threads_free:
+        run(int(copy_kernel().address), address(params), 1 if len(copies) == 1 else numba.get_num_threads())
 
 
 def host_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

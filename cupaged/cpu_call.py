@@ -5,8 +5,7 @@ Between the layers of a model a call finds none of its memory in the caches, and
 as much as many instructions; in the caches a check in Python takes as long as hundreds of products. So Python hands over ids of arrays
 and the address of a record made at an earlier call, and nothing else happens there.
 
-A Python thread's parameters are the record, and then for each name of ROOMS the address and size in bytes of memory that outlives
-a call.
+The parameters are the record, and then for each name of ROOMS the address and size in bytes of memory that outlives a call.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ROOMS = ("zeros", "work", "partials", "tickets", "scratch", "queues")
 STEP = ("tables", "lens", "starts", "table_row", "num_seqs", "slots", "num_slots")
 RECORD_BYTES = CALL.itemsize
 WRITE_BYTES = 8 * len(WRITE_FIELDS)
-PARAMS = RECORD_BYTES // 8 + 2 * len(ROOMS)  # int64 of a thread's parameters
+PARAMS = RECORD_BYTES // 8 + 2 * len(ROOMS)  # int64 of the parameters
 # Behind the record of an earlier call: the forms of its arrays.
 _Q, _OUT, _K_CACHE, _V_CACHE = (RECORD_BYTES + 8 * FORM_WORDS * n for n in range(4))
 _K, _V = (WRITE_BYTES + 8 * FORM_WORDS * n for n in range(2))
@@ -83,7 +82,7 @@ def _take(own: int, record: int, step: int, q: int, out: int, k_cache: int, v_ca
 
 @compiled
 def _room(own: int, room: int, size: int) -> int:
-    """The address of a thread's memory, 0 when it is smaller than `size`."""
+    """The address of memory that outlives a call, 0 when it is smaller than `size`."""
     return int(peek_long(own + room)) if peek_long(own + room + 8) >= size else 0
 
 

@@ -100,9 +100,9 @@ class KVCache:
         self._xp = _array_module(device)
         self._home: Any = nullcontext() if self._xp is np else self._xp.cuda.Device()  # where the pool will lie
         self._begun = 0  # serial of the newest step that began
-        # by layer: what the CPU backend repeats, and the options of attention
-        self._repeated_calls: dict[int, tuple[dict[str, Any], Any]] = {}
-        self._repeated_writes: dict[int, Any] = {}
+        self._known: dict[int, _Known] = {}  # by layer
+        self._step: Step | None = None  # the step that began last, and by group what the CPU backend keeps for it
+        self._step_records: list[Any] = []
         self._copied = 0  # serial of the newest step whose copies or swaps ran
 
     @property
@@ -194,6 +194,7 @@ class KVCache:
             backend_of(self.pool).copy_blocks(self.pool, copies)
             self._copied = step.serial
         self._begun = step.serial
+        self._step, self._step_records = step, [None] * len(self.groups)
 
     def _swap(self, step: Step) -> None:
         highest = int(max(step.swap_out[:, 1].max(initial=-1), step.swap_in[:, 0].max(initial=-1)))
@@ -211,9 +212,11 @@ class KVCache:
     ) -> None:
         """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
         unscaled = type(k_scale) is type(v_scale) is float and k_scale == v_scale == 1.0
-        repeated = self._repeated_writes.get(layer) if unscaled else None
-        if repeated is not None and repeated(self._addresses.of(layer), k, v, self._step_record(layer, step)):
-            return
+        known = self._known.get(layer)
+        if unscaled and known is not None and known.write is not None:
+            record = self._step_record(known.group, step)
+            if known.write(known.pages, k, v, record.where):
+                return
         pages = self._pages_of(layer)
         slots: Array = self._plan(step.group(self._places[layer][0])).write_slots
         k, v = as_array(k, "k"), as_array(v, "v")
@@ -224,8 +227,7 @@ class KVCache:
             raise ValueError(f"k: expected {len(slots)} rows, as many tokens as the step has, got {len(k)}")
         call = write_pages(k, v, pages, slots, k_scale=k_scale, v_scale=v_scale)
         if self._backend is not None and unscaled:
-            made = self._backend.RepeatedWrite(call)
-            self._repeated_writes[layer] = _shared(made, self._repeated_writes.values())
+            self._know(layer).repeat_write(self._backend.RepeatedWrite(call), self._known.values())
 
     def attend(
         self, layer: int, q: Array, step: Step, *, k: Array | None = None, v: Array | None = None, **how: Any
@@ -235,14 +237,21 @@ class KVCache:
         `k` and `v`, both or none, are stored first, as `write` does: one call costs less than two. All that is wrong is found before.
         With groups `window` and `chunk` are those of the layer's group; raises ValueError for others.
         """
-        earlier, repeated = self._repeated_calls.get(layer, (how, None))
-        if repeated is not None and (not (how or earlier) or _alike(how, earlier)):
-            unscaled = not how or ("k_scale" not in how and "v_scale" not in how)
-            write = self._repeated_writes.get(layer) if k is not None and unscaled else None
-            if (k is None) is (v is None) is (write is None):
-                out = repeated(self._addresses.of(layer), q, self._step_record(layer, step), write, k, v)
-                if out is not None:
-                    return out
+        known = self._known.get(layer)
+        if (
+            known is not None
+            and known.attend is not None
+            and (not (how or known.options) or _alike(how, known.options))
+        ):
+            record = self._step_records[known.group] if step is self._step else None
+            if record is None:
+                record = self._step_record(known.group, step)
+            if k is None and v is None:
+                out = known.attend(known.pages, q, record.where, 0, None, None)
+            else:
+                out = known.attend(known.pages, q, record.where, known.written, k, v) if known.written else None
+            if out is not None:
+                return out
         given = dict(how)
         pages = self._pages_of(layer)
         g = self._places[layer][0]
@@ -266,8 +275,7 @@ class KVCache:
         run_attention(call)
         if self._backend is not None and call.lse is None and len(q) and cannot_change(*given.values()):
             made = self._backend.RepeatedAttention(call, *pages[:2])
-            of_group = [x for other, (_, x) in self._repeated_calls.items() if self._places[other][0] == g]
-            self._repeated_calls[layer] = given, _shared(made, of_group)
+            self._know(layer).repeat_attention(made, given, self._known.values())
         return (call.out, call.lse) if how.get("return_lse") else call.out
 
     @cached_property
@@ -277,14 +285,24 @@ class KVCache:
         return backend if hasattr(backend, "StepRecord") else None
 
     @cached_property
-    def _addresses(self) -> Any:
-        """Where the CPU backend finds the pages of each layer."""
-        return self._backend.PageAddresses([pages[:2] for pages in self._pages])
+    def _addresses(self) -> Array:
+        """`[num_layers, 2]` int64, where the CPU backend finds the pages of each layer."""
+        addresses: Array = self._backend.page_addresses([pages[:2] for pages in self._pages])
+        return addresses
 
-    def _step_record(self, layer: int, step: Step) -> Any:
-        plan = self._plan(step.group(self._places[layer][0]) if self._own_groups else step)
+    def _know(self, layer: int) -> _Known:
+        if layer not in self._known:
+            pages = self._backend.address(self._addresses) + 16 * int(layer)
+            self._known[layer] = _Known(self._places[layer][0], pages)
+        return self._known[layer]
+
+    def _step_record(self, group: int, step: Step) -> Any:
+        """What the CPU backend keeps of a step for all layers of a group. Raises RuntimeError for a step that has not begun."""
+        plan = self._plan(step.group(group))
         if plan.host is None:
             plan.host = self._backend.StepRecord(plan)
+        if step is self._step:
+            self._step_records[group] = plan.host
         return plan.host
 
     def _plan(self, step: Step) -> Plan:
@@ -338,9 +356,34 @@ class KVCache:
         return self._xp.ascontiguousarray(tokens.reshape(-1, self.num_kv_heads, self.head_dim)[here])
 
 
-def _shared(made: Any, earlier: Iterable[Any]) -> Any:
-    """One that equals `made` among earlier ones, else `made`: what all layers use stays in the caches."""
-    return next((x for x in earlier if x.same(made)), made)
+class _Known:
+    """What the CPU backend repeats of one layer without checking it again."""
+
+    __slots__ = ("attend", "group", "options", "pages", "write", "written")
+
+    def __init__(self, group: int, pages: int) -> None:
+        self.group, self.pages = group, pages  # pages: where their addresses stand
+        self.options: dict[str, Any] = {}  # of the attention
+        self.attend: Any = None
+        self.write: Any = None
+        self.written = 0  # the address of the write's record, where it may come before the attention
+
+    def repeat_attention(self, made: Any, options: dict[str, Any], others: Iterable[_Known]) -> None:
+        self.attend, self.options = _shared(made.attend, (x.attend for x in others)), options
+        self._combine()
+
+    def repeat_write(self, made: Any, others: Iterable[_Known]) -> None:
+        self.write = _shared(made.write, (x.write for x in others))
+        self._combine()
+
+    def _combine(self) -> None:
+        unscaled = "k_scale" not in self.options and "v_scale" not in self.options
+        self.written = self.write.__self__.where if self.write is not None and unscaled else 0
+
+
+def _shared(made: Any, others: Iterable[Any]) -> Any:
+    """The method `made`, or that of an equal object among the others: what all layers use stays in the caches."""
+    return next((x for x in others if x is not None and x.__self__.same(made.__self__)), made)
 
 
 def _alike(how: dict[str, Any], earlier: dict[str, Any]) -> bool:

@@ -96,8 +96,7 @@ class Engine:
         self.cache.begin(step)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            self.cache.write(layer, k, v, step)
-            return self.cache.attend(layer, q, step)
+            return self.cache.attend(layer, q, step, k=k, v=v)
 
         rows = (step.query_start_loc[1:] - 1)[wanted]
         logits = self.model.forward(np.asarray(tokens), positions(step), attend, rows)

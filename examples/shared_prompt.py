@@ -57,8 +57,7 @@ class SharedPool:
         self.cache.begin(step)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            self.cache.write(layer, k, v, step)
-            return self.cache.attend(layer, q, step)
+            return self.cache.attend(layer, q, step, k=k, v=v)
 
         new = np.asarray(prompt[int(step.num_cached[0]) :])
         logits = self.model.forward(new, positions(step), attend, slice(-1, None))[0]

@@ -290,14 +290,14 @@ class HostProcess:
         self.plans: dict[Any, Any] = {}
         self.forms: dict[Any, Any] = {}
         self.recent, self.repeated = recent_plan._Recent(), 0
-        real = call_form.RepeatedCall.__call__
+        real = call_form.RepeatedCall.repeat
 
         def counted(*arguments: Any) -> Any:
             result = real(*arguments)
             self.repeated += result is not None
             return result
 
-        patch.setattr(call_form.RepeatedCall, "__call__", counted)
+        patch.setattr(call_form.RepeatedCall, "repeat", counted)
 
     def check(self, fields: dict[str, Any]) -> None:
         with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):

@@ -212,21 +212,22 @@ def test_repeated_calls_of_a_layer_are_what_checked_calls_are(
     monkeypatch: pytest.MonkeyPatch, how: dict[str, object]
 ) -> None:
     expected = []
+    methods = (cpu.RepeatedAttention, "attend"), (cpu.RepeatedWrite, "write")
     with monkeypatch.context() as patch:
-        for repeated in (cpu.RepeatedAttention, cpu.RepeatedWrite):
-            patch.setattr(repeated, "__call__", lambda *_: None)
+        for repeated, name in methods:
+            patch.setattr(repeated, name, lambda *_: None)
         cache, allocator = decoding(np.random.default_rng(0))
         expected = decode_steps(cache, allocator, 4, **how)
     taken = []
-    for repeated in (cpu.RepeatedAttention, cpu.RepeatedWrite):
-        real = repeated.__call__
+    for repeated, name in methods:
+        real = getattr(repeated, name)
 
         def counted(self: object, *args: object, real: object = real) -> object:
             result = real(self, *args)  # type: ignore[operator]
             taken.append(result is not None and result is not False)
             return result
 
-        monkeypatch.setattr(repeated, "__call__", counted)
+        monkeypatch.setattr(repeated, name, counted)
     cache, allocator = decoding(np.random.default_rng(0))
     assert decode_steps(cache, allocator, 4, **how) == expected
     assert sum(taken) > 8, "no call was repeated: nothing was compared"

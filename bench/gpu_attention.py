@@ -55,12 +55,16 @@ class Case:
     classic: bool = False  # also time the original kernels
     shared: int = 0  # tokens that all sequences begin with
     share_prefix: bool = True
+    order: str | None = (
+        None  # "page", "layer": a pool of LAYERS layers that fills POOL_SHARE of the memory; None: of one layer each
+    )
 
     @property
     def name(self) -> str:
         kv = self.kv_dtype or self.dtype
-        prefix = f"-{'once' if self.share_prefix else 'each'}{self.shared}" if self.shared else ""
-        return f"b{self.batch}-ctx{self.context}-h{self.num_heads}/{self.num_kv_heads}-d{self.head_dim}-bs{self.block_size}-{kv}{prefix}"
+        more = f"-{'once' if self.share_prefix else 'each'}{self.shared}" if self.shared else ""
+        more += f"-{self.order}-major" if self.order else ""
+        return f"b{self.batch}-ctx{self.context}-h{self.num_heads}/{self.num_kv_heads}-d{self.head_dim}-bs{self.block_size}-{kv}{more}"
 
     @property
     def kv_bytes(self) -> int:
@@ -69,8 +73,10 @@ class Case:
         return 2 * tokens * self.num_kv_heads * self.head_dim * item
 
 
+LAYERS, POOL_SHARE = 32, 0.7
 CASES = (
     *(Case(batch, 4096, classic=batch in (8, 32)) for batch in (1, 8, 32, 34, 128)),
+    *(Case(32, 4096, order=order) for order in ("page", "layer")),
     Case(32, 512, classic=True), Case(1, 32768), Case(8, 32768), Case(1, 131072),
     *(Case(32, 4096, block_size=block_size) for block_size in (1, 64, 256)),
     Case(32, 4096, num_heads=32, num_kv_heads=32), Case(32, 4096, num_heads=32, num_kv_heads=4), Case(32, 4096, num_heads=64),
@@ -112,12 +118,23 @@ def measure(case: Case, rounds: int = 7) -> Result:
 
     rng = np.random.default_rng(1)
     columns, alike = -(-case.context // case.block_size), case.shared // case.block_size
-    blocks = case.batch * (columns - alike) + alike
+    needed = case.batch * (columns - alike) + alike
     page_dtype = np.dtype(np.uint8) if case.kv_dtype in FP8_DTYPES else numpy_dtype(case.dtype)
-    shape = (blocks, 2, case.num_kv_heads, case.block_size, case.head_dim)
-    copies = _copies(case)
-    pools = [_random(cupy, shape, page_dtype) for _ in range(copies)]
-    ids = rng.permutation(blocks).astype(np.int32)
+    block = (case.num_kv_heads, case.block_size, case.head_dim)
+    if case.order is None:
+        blocks = needed
+        pools = [_random(cupy, (blocks, 2, *block), page_dtype) for _ in range(_copies(case))]
+        layers = [(pool[:, 0], pool[:, 1]) for pool in pools]
+    else:
+        blocks = _pool_bytes() // (LAYERS * 2 * int(np.prod(block)) * page_dtype.itemsize)
+        first = (blocks, LAYERS, 2) if case.order == "page" else (LAYERS, 2, blocks)
+        pool = _random(cupy, (*first, *block), page_dtype)
+        pools = list(
+            pool.reshape(-1)[: case.kv_bytes * 8 // page_dtype.itemsize].reshape(8, -1)
+        )  # what is read for comparison
+        by_block = pool if case.order == "page" else cupy.moveaxis(pool, 2, 0)
+        layers = [(by_block[:, i, 0], by_block[:, i, 1]) for i in range(LAYERS)]
+    ids = rng.permutation(blocks)[:needed].astype(np.int32)
     tables = np.empty((case.batch, columns), np.int32)
     tables[:, :alike], tables[:, alike:] = ids[:alike], ids[alike:].reshape(case.batch, -1)
     lens = np.full(case.batch, case.context, np.int32)
@@ -132,11 +149,10 @@ def measure(case: Case, rounds: int = 7) -> Result:
     cupy.cuda.get_current_stream().synchronize()  # streams that do not wait for this one read all of it
 
     def attend(i: int) -> None:
-        pool = pools[i % copies]
         how = {"kv_dtype": case.kv_dtype, "share_prefix": case.share_prefix}
-        cupaged.paged_attention(q, pool[:, 0], pool[:, 1], None, None, plan=plan, out=out, **how)
+        cupaged.paged_attention(q, *layers[i % len(layers)], None, None, plan=plan, out=out, **how)
 
-    calls = max(copies, 10)
+    calls = max(len(layers), 10)
     result = Result(
         case.name, case.kv_bytes, _read_bandwidth(pools, rounds), _eager(attend, calls, rounds), _captured(attend, calls, rounds),
         _host(attend, 200),
@@ -207,7 +223,13 @@ def compile_kernels(cases: tuple[Case, ...]) -> None:
 
 def memory_needed(case: Case) -> int:
     """Bytes of device memory: the caches of the rotation, and room for what is not counted."""
-    return (_copies(case) + 1) * case.kv_bytes + (1 << 28)
+    return (_pool_bytes() if case.order else (_copies(case) + 1) * case.kv_bytes) + (1 << 28)
+
+
+def _pool_bytes() -> int:
+    import cupy
+
+    return int(POOL_SHARE * cupy.cuda.Device().mem_info[1])
 
 
 def _copies(case: Case) -> int:

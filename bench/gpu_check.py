@@ -142,7 +142,7 @@ def run_benchmarks(deadline: float, results: list[dict[str, Any]], save: Callabl
             results.append({"case": case.name, "skipped": "no time left"})
             continue
         needed, free = memory_needed(case), cupy.cuda.Device().mem_info[0]
-        if needed > 0.8 * free:
+        if needed > 0.9 * free:
             results.append(
                 {"case": case.name, "skipped": f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"}
             )

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,14 +285,17 @@ def test_a_benchmark_measures_what_it_says(
         monkeypatch.setattr(plugin.installed[0], "skipped", {"read_sum"})
     small = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=2, head_dim=64)
     impossible = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=4, head_dim=64)
-    monkeypatch.setattr(gpu_attention, "CASES", (impossible, small))
+    orders = [replace(small, order=order) for order in ("page", "layer")]
+    monkeypatch.setattr(gpu_attention, "CASES", (impossible, small, *orders))
+    monkeypatch.setattr(gpu_attention, "_pool_bytes", lambda: 1 << 22)
     monkeypatch.setattr(gpu_attention, "_l2_bytes", lambda: 1 << 16)
     report: dict[str, Any] = {"machine": gpu_check.describe(cupy), "attention": []}
     gpu_check.write(tmp_path, report)
     gpu_check.run_benchmarks(float("inf"), report["attention"], lambda: gpu_check.write(tmp_path, report))
-    first, second = report["attention"]
+    first, second, *others = report["attention"]
     assert "num_heads" in first["error"] and "error" not in second
     assert second["kv_bytes"] == 2 * 2 * 64 * 2 * 64 * 2 and second["host_us"] > 0
+    assert [each.get("error") for each in others] == [None, None] and others[0]["case"].endswith("-page-major")
     text = (tmp_path / "gpu-check.txt").read_text()
     assert "tests: did not end" in text and small.name in text
 

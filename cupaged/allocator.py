@@ -9,31 +9,30 @@ before it takes a block for any request, and `commit` goes group by group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import counts_of, integer, integers, listed, new_requests, new_tokens, number, split_tokens
+from .arguments import counts_of, integer, integers, listed, new_requests, new_tokens, number
 from .block_pool import BlockPool, Ints
-from .commit import adopt, check_tokens, commit_decoded, commit_run, learn
+from .commit import commit
 from .companions import Companions
-from .errors import OutOfBlocks, require
+from .errors import OutOfBlocks
 from .groups import Group, checked
 from .growth import Growth
-from .leaving import cut, laid_by_row
+from .invariants import check
+from .leaving import check_horizon, cut
 from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache, Tokens
 from .rehearsal import Rehearsal
-from .rows import MAX_TOKENS, Rows
+from .rows import MAX_TOKENS, Rows, View
+from .sharing import fork, reorder
 from .stats import Stats, read_stats
 from .steps import Step
 from .tables import BlockTables
-
-T = TypeVar("T")
 
 
 class BlockAllocator:
@@ -125,12 +124,12 @@ class BlockAllocator:
 
     def group_tables(self, group: int) -> Mapping[Hashable, list[int]]:
         """`tables` of any group, -1 where a block left its horizon. Raises IndexError for a group that is not there."""
-        return _View(self._requests, partial(self._table, self._tables_of(group)))
+        return View(self._requests, partial(self._table, self._tables_of(group)))
 
     @property
     def lengths(self) -> Mapping[Hashable, int]:
         """Tokens of each request, by id, read when looked up."""
-        return _View(self._requests, self._length)
+        return View(self._requests, self._length)
 
     @property
     def evicted(self) -> list[Hashable]:
@@ -287,44 +286,7 @@ class BlockAllocator:
         Raises ValueError, with nothing changed, for more tokens than there are, and for tokens that differ from those which another
         request committed in a block that both hold. Without prefix caching it only checks its arguments.
         """
-        requests = self._requests
-        selected = requests.select(ids, rows)
-        known, lengths = requests.known.take(selected), requests.lengths.take(selected)
-        if self._cache and not self._companions:
-            arguments = requests, self.pool, self._cache, selected, known, lengths, token_ids
-            if commit_decoded(*arguments) or commit_run(*arguments):
-                return
-        counts, tokens = split_tokens(token_ids, lengths - known)
-        ends = known + counts
-        if np.count_nonzero(ends > lengths):
-            i = int(np.argmax(ends > lengths))
-            raise ValueError(
-                f"token_ids: expected at most the {lengths[i] - known[i]} tokens of request {requests.names[selected[i]]!r} that are "
-                f"not committed, got {counts[i]}"
-            )
-        if self._cache is None:
-            return
-        tables = requests.groups[self._companions.anchor if self._companions else 0]
-        wrong = learn(tables, self._cache, selected, known, counts, tokens)
-        if wrong is not None:
-            i, place = wrong
-            raise ValueError(
-                f"token_ids: token {place} of request {requests.names[selected[i]]!r} differs from what was committed in the block that it "
-                "shares"
-            )
-        requests.known[selected] = ends
-        first, stop = known // self.block_size, ends // self.block_size
-        full = ((first < stop) & (requests.root.take(selected) > 0)).nonzero()[0]
-        if len(full):
-            adopt(
-                requests,
-                self.pool,
-                self._cache,
-                self._companions,
-                selected.take(full),
-                first.take(full),
-                stop.take(full),
-            )
+        commit(self._requests, self.pool, self._cache, self._companions, self._requests.select(ids, rows), token_ids)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content, as when weights change; what running requests hold is never found again either."""
@@ -356,15 +318,7 @@ class BlockAllocator:
             raise ValueError(f"children: expected one for each of {len(sources)} parents, got {len(children)}")
         requests.check_new(children)
         targets = requests.vacant(len(children))
-        lengths = requests.lengths.take(sources)
-        for tables in requests.groups:
-            columns = tables.columns(lengths)
-            self.pool.acquire(tables.flat.take(tables.entries(sources, tables.begin.take(sources), columns)))
-            tables.tables[targets] = tables.tables.take(sources, 0)
-            tables.begin[targets] = tables.begin.take(sources)
-            tables.mark(targets, 0)
-        for values in (requests.lengths, requests.known, requests.root):
-            values[targets] = values.take(sources)
+        fork(requests, self.pool, sources, targets)
         requests.bind(children, targets)
 
     def reorder(
@@ -384,29 +338,7 @@ class BlockAllocator:
             raise ValueError(
                 f"parents: expected indices from 0 to {len(selected) - 1}, got {sources.min()} to {sources.max()}"
             )
-        moved = (sources != np.arange(len(sources))).nonzero()[0]
-        if not len(moved):
-            return
-        targets, origins = selected.take(moved), selected.take(sources.take(moved))
-        lengths = requests.lengths.take(selected)
-        lost, sizes = [], []
-        for tables in requests.groups:
-            window = tables.window(int(tables.columns(lengths).max()) or 1)
-            old, new = window[targets], window[origins]
-            before, after = old.view(np.int32), new.view(np.int32)
-            differs = (before != after).nonzero()[0]  # sharing leaves most entries as they are
-            gained, gone = after.take(differs), before.take(differs)
-            self.pool.acquire(gained[gained >= 0])
-            held = gone >= 0
-            lost.append(gone[held])
-            sizes.append(np.bincount(differs[held] // (len(before) // len(moved)), minlength=len(moved)))
-            window[targets] = new
-            if tables.limited:
-                tables.begin[targets] = tables.begin.take(origins)
-            tables.mark(targets, 0)
-        self.pool.release(*laid_by_row(lost, sizes))
-        for values in (requests.lengths, requests.known, requests.root):
-            values[targets] = values.take(origins)
+        reorder(requests, self.pool, selected, sources)
 
     # ---- shrinking ----
 
@@ -435,9 +367,7 @@ class BlockAllocator:
             raise ValueError(
                 f"lengths: expected at most the {old[i]} tokens of request {requests.names[selected[i]]!r}, got {new[i]}"
             )
-        for g, tables in enumerate(requests.groups):
-            if tables.limited:
-                self._check_horizon(g, tables, selected, new)
+        check_horizon(requests, selected, new)
         self._release(selected, new, old)
         requests.lengths[selected] = new
         if self._cache:
@@ -498,38 +428,7 @@ class BlockAllocator:
 
     def check(self) -> None:
         """Verify every invariant of tables, lengths, references and free queue; raises AssertionError that says what broke."""
-        requests = self._requests
-        self.pool.check()
-        live = np.array(sorted(requests.row_of.values()), np.int64)
-        require(len(np.unique(live)) == len(live), f"two ids have one row: {requests.row_of}")
-        require(
-            np.array_equal((requests.lengths >= 0).nonzero()[0], live),
-            f"rows with a length and no id: {requests.lengths}, {live}",
-        )
-        held = self._preemption.held(self.pool)
-        for g, tables in enumerate(requests.groups):
-            columns = np.arange(tables.tables.shape[1])
-            mapped = columns < tables.columns(np.maximum(requests.lengths, 0))[:, None]
-            mapped &= columns >= tables.begin[:, None]
-            require(
-                np.array_equal(mapped, tables.tables >= 0),
-                f"group {g}: tables and lengths disagree: {tables.tables}, {requests.lengths}, {tables.begin}",
-            )
-            seen = tables.group.horizon(np.maximum(requests.lengths, 0)) // self.block_size
-            require(
-                (tables.begin <= seen).all(), f"group {g}: blocks within the horizon are gone: {tables.begin}, {seen}"
-            )
-            held += np.bincount(tables.tables[mapped], minlength=self.num_blocks)
-            for row in live:
-                table = tables.tables[row][mapped[row]]
-                require(len(np.unique(table)) == len(table), f"group {g}, row {row} holds a block twice: {table}")
-        require(
-            np.array_equal(held, self.pool.ref_count), f"tables hold {held}, reference counts are {self.pool.ref_count}"
-        )
-        self._preemption.check()
-        if self._cache:
-            self._cache.check()
-            check_tokens(requests, self._cache, self._companions, live)
+        check(self._requests, self.pool, self._cache, self._companions, self._preemption)
 
     # ---- inside ----
 
@@ -553,18 +452,6 @@ class BlockAllocator:
         length = int(self._requests.lengths[row])
         return length if length >= 0 else self._preemption.length(row)
 
-    def _check_horizon(self, g: int, tables: BlockTables, rows: Ints, lengths: Ints) -> None:
-        """Raises ValueError unless group `g` has all blocks that the next token after `lengths [n]` sees, or it sees none."""
-        column = tables.group.horizon(lengths) // self.block_size
-        gone = (tables.begin.take(rows) > column) & (column * self.block_size < lengths)
-        if gone.any():
-            i = int(np.argmax(gone))
-            least = tables.group.beyond(int(tables.begin[rows[i]]) * self.block_size)
-            raise ValueError(
-                f"lengths: expected at least {least} for request {self._requests.names[rows[i]]!r}, got {lengths[i]}: the tokens that "
-                f"group {g} would see before it are gone; truncate to 0 and compute them again"
-            )
-
     def _tables_of(self, group: int) -> BlockTables:
         if not isinstance(group, (int, np.integer)) or not 0 <= group < len(self.groups):
             raise IndexError(f"group: expected 0 to {len(self.groups) - 1}, got {group!r}")
@@ -574,22 +461,3 @@ class BlockAllocator:
         columns = -(-max(int(self._requests.lengths[row]), 0) // self.block_size)
         result: list[int] = tables.tables[row, :columns].tolist()
         return result
-
-
-class _View(Mapping[Hashable, T], Generic[T]):
-    """Requests by id, each value read when it is looked up."""
-
-    def __init__(self, requests: Rows, read: Callable[[int], T]) -> None:
-        self._requests, self._read = requests, read
-
-    def __getitem__(self, id: Hashable) -> T:
-        return self._read(self._requests.row_any(id))
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return chain(self._requests.row_of, self._requests.evicted)
-
-    def __len__(self) -> int:
-        return len(self._requests.row_of) + len(self._requests.evicted)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

@@ -1,23 +1,66 @@
-"""What happens to tables when full blocks become known: identities, and one block in place of two equal ones.
+"""What a commit tells the prefix cache: which tokens the requests' blocks hold, and which of these blocks are full now.
 
-With several groups the anchor, which has the chain, comes first for all rows, then each other group for all rows.
+The two forms that running batches repeat, one token each and a whole prompt, have a short way each; they do what `commit` would.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from .adopt import adopt, adopt_chain, identify_in_tables
+from .arguments import split_tokens
 from .block_pool import BlockPool, Ints
 from .companions import Companions
-from .errors import require
 from .prefix_cache import PrefixCache, Tokens
 from .rows import Rows
 from .tables import BlockTables, ranges
 
-_BEGINNING, _ZERO, _ONE = np.zeros(1, np.int64), np.array(0), np.array(1)
+_ONE = np.array(1)
 
 
-def commit_decoded(
+def commit(
+    requests: Rows,
+    pool: BlockPool,
+    cache: PrefixCache | None,
+    companions: Companions | None,
+    rows: Ints,
+    token_ids: npt.ArrayLike | Sequence[npt.ArrayLike],
+) -> None:
+    """The next tokens of `rows [n]` are `token_ids`; forms and errors are those of `BlockAllocator.commit`."""
+    known, lengths = requests.known.take(rows), requests.lengths.take(rows)
+    if cache and not companions:
+        arguments = requests, pool, cache, rows, known, lengths, token_ids
+        if _commit_decoded(*arguments) or _commit_run(*arguments):
+            return
+    counts, tokens = split_tokens(token_ids, lengths - known)
+    ends = known + counts
+    if np.count_nonzero(ends > lengths):
+        i = int(np.argmax(ends > lengths))
+        raise ValueError(
+            f"token_ids: expected at most the {lengths[i] - known[i]} tokens of request {requests.names[rows[i]]!r} that are "
+            f"not committed, got {counts[i]}"
+        )
+    if cache is None:
+        return
+    tables = requests.groups[companions.anchor if companions else 0]
+    wrong = _learn(tables, cache, rows, known, counts, tokens)
+    if wrong is not None:
+        i, place = wrong
+        raise ValueError(
+            f"token_ids: token {place} of request {requests.names[rows[i]]!r} differs from what was committed in the block that it "
+            "shares"
+        )
+    requests.known[rows] = ends
+    first, stop = known // requests.block_size, ends // requests.block_size
+    full = ((first < stop) & (requests.root.take(rows) > 0)).nonzero()[0]
+    if len(full):
+        adopt(requests, pool, cache, companions, rows.take(full), first.take(full), stop.take(full))
+
+
+def _commit_decoded(
     requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, known: Ints, lengths: Ints, tokens: object
 ) -> bool:
     """Commit as after a decode step: one token of each of `rows [n]` is open, and its block private.
@@ -40,13 +83,13 @@ def commit_decoded(
     full = full[requests.root.take(rows.take(full)) > 0]
     if len(full):
         heads = rows.take(full)
-        _identify(
+        identify_in_tables(
             requests, pool, cache, tables, heads, np.arange(len(full)), columns.take(full), blocks.take(full), True
         )
     return True
 
 
-def commit_run(
+def _commit_run(
     requests: Rows, pool: BlockPool, cache: PrefixCache, rows: Ints, known: Ints, lengths: Ints, tokens: object
 ) -> bool:
     """Commit as after a prompt: all tokens of one request that are open, in blocks that know nothing of them yet.
@@ -65,11 +108,11 @@ def commit_run(
     requests.known[row] = end
     root, blocks = int(requests.root[row]), blocks[: end // size - first]
     if len(blocks) and root and not cache.identify_new(blocks, first, int(table[first - 1]) if first else -1, root):
-        _adopt_chain(requests, pool, cache, 0, rows, np.array([first]), np.array([end // size]), True)
+        adopt_chain(requests, pool, cache, 0, rows, np.array([first]), np.array([end // size]), True)
     return True
 
 
-def learn(
+def _learn(
     tables: BlockTables, cache: PrefixCache, rows: Ints, known: Ints, counts: Ints, tokens: Tokens
 ) -> tuple[int, int] | None:
     """The next `counts[i]` tokens of `rows[i]`, after the `known[i]` first, are `tokens`, row after row: their blocks hold them now.
@@ -88,177 +131,3 @@ def learn(
     blocks = tables.at(rows.take(owners), columns).astype(np.int64)
     wrong = cache.learn(blocks, places - columns * size, tokens)
     return (int(owners[wrong[0]]), int(places[wrong[0]])) if len(wrong) else None
-
-
-def adopt(
-    requests: Rows, pool: BlockPool, cache: PrefixCache, companions: Companions | None, rows: Ints, first: Ints, stop: Ints,
-    replace: bool = True,
-) -> None:  # fmt: skip
-    """Give columns `[first[i], stop[i])` of `rows[i]`, whose tokens are all known, their identities.
-
-    A block whose identity another one has gives way to that one where it can, unless `replace` is False.
-    """
-    anchor = companions.anchor if companions else 0
-    _adopt_chain(requests, pool, cache, anchor, rows, first, stop, replace)
-    if companions:
-        for g in companions.others:
-            _adopt_beside(requests, pool, cache, companions, g, rows, first, stop, replace)
-
-
-def _adopt_chain(
-    requests: Rows, pool: BlockPool, cache: PrefixCache, g: int, rows: Ints, first: Ints, stop: Ints, replace: bool
-) -> None:
-    """`adopt` for group `g`, which has the chain, as row by row would."""
-    tables = requests.groups[g]
-    if len(rows) == 1:
-        columns = np.arange(first[0], stop[0])
-        owners, one_each = np.zeros(len(columns), np.int64), len(columns) == 1
-        blocks = tables.tables[rows[0], first[0] : stop[0]].astype(np.int64)
-    else:
-        one_each = bool(np.count_nonzero(stop - first == 1) == len(rows))
-        owners, columns = _places(first, stop)
-        blocks = tables.at(rows.take(owners), columns).astype(np.int64)
-    if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
-        for i in range(len(rows)):  # rows with blocks in common: the first one names them
-            here = slice(i, i + 1)
-            _adopt_chain(requests, pool, cache, g, rows[here], first[here], stop[here], replace)
-        return
-    _identify(requests, pool, cache, tables, rows, owners, columns, blocks, one_each, replace)
-
-
-def _identify(
-    requests: Rows,
-    pool: BlockPool,
-    cache: PrefixCache,
-    tables: BlockTables,
-    rows: Ints,
-    owners: Ints,
-    columns: Ints,
-    blocks: Ints,
-    one_each: bool,
-    replace: bool = True,
-) -> None:
-    """`adopt` for `blocks [m]` in `columns [m]` of `rows[owners[m]]`, of which at most one row has each; `one_each` row has one of them."""
-    unnamed = (cache.serial.take(blocks) == 0).nonzero()[0]  # others may have named the first of a row's blocks
-    if len(unnamed) < len(blocks):
-        if not len(unnamed):
-            return
-        columns, owners, blocks = columns.take(unnamed), owners.take(unnamed), blocks.take(unnamed)
-    if len(rows) == 1 or one_each:
-        starts = np.arange(len(owners)) if one_each else _BEGINNING
-    else:
-        begins = np.ones(len(owners), np.bool_)
-        np.not_equal(owners[1:], owners[:-1], out=begins[1:])
-        starts = begins.nonzero()[0]
-    heads, before = rows.take(owners.take(starts)), columns.take(starts) - 1
-    above = tables.at(heads, before).astype(np.int64)  # column -1 is somewhere else in the tables
-    above[before < _ZERO] = -1
-    canonical = cache.identify(blocks, columns, starts, above, requests.root.take(heads))
-    _replace(requests, pool, cache, tables, rows.take(owners), columns, blocks, canonical, replace)
-
-
-def _adopt_beside(
-    requests: Rows,
-    pool: BlockPool,
-    cache: PrefixCache,
-    companions: Companions,
-    g: int,
-    rows: Ints,
-    first: Ints,
-    stop: Ints,
-    replace: bool,
-) -> None:
-    """`adopt` for group `g`, whose blocks are known by their anchors, as row by row would. What left the horizon stays unknown."""
-    tables = requests.groups[g]
-    owners, columns = _places(np.maximum(first, tables.begin.take(rows)), stop)
-    blocks = tables.at(rows.take(owners), columns).astype(np.int64)
-    if pool.sharing and len(rows) > 1 and (pool.occurrences(blocks) > 1).any():
-        for i in range(len(rows)):
-            here = slice(i, i + 1)
-            _adopt_beside(requests, pool, cache, companions, g, rows[here], first[here], stop[here], replace)
-        return
-    unnamed = (cache.serial.take(blocks) == 0).nonzero()[0]
-    if not len(unnamed):
-        return
-    columns, blocks, of = columns.take(unnamed), blocks.take(unnamed), rows.take(owners.take(unnamed))
-    anchors = requests.groups[companions.anchor].at(of, columns).astype(np.int64)
-    cache.copy(anchors, blocks)
-    nothing_above = np.full(len(blocks), -1)
-    parents = companions.parents(g, anchors)
-    canonical = cache.identify(blocks, columns, np.arange(len(blocks)), nothing_above, parents)
-    _replace(requests, pool, cache, tables, of, columns, blocks, canonical, replace)
-
-
-def _places(first: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Which row, and which column: `[first[i], stop[i])` of row i, row after row."""
-    counts = np.maximum(stop - first, 0)
-    if np.count_nonzero(counts == 1) == len(counts):
-        return np.arange(len(counts)), first
-    return np.repeat(np.arange(len(counts)), counts), ranges(first, counts)
-
-
-def _replace(
-    requests: Rows,
-    pool: BlockPool,
-    cache: PrefixCache,
-    tables: BlockTables,
-    rows: Ints,
-    columns: Ints,
-    blocks: Ints,
-    canonical: Ints,
-    replace: bool,
-) -> None:
-    """Put `canonical [n]` in the place of `blocks` at `(rows[i], columns[i])`, or make them twins where the block must stay."""
-    twins = (canonical != blocks).nonzero()[0]
-    if not len(twins):
-        return
-    of = rows.take(twins)
-    free = (
-        (pool.ref_count.take(blocks.take(twins)) == 1)
-        & (requests.known.take(of) == requests.lengths.take(of))
-        & replace
-    )
-    for block, other in zip(blocks[twins[~free]].tolist(), canonical[twins[~free]].tolist(), strict=True):
-        cache.join(block, other)
-    replaced, of = twins[free], of[free]
-    if not len(replaced):
-        return
-    pool.take(0, reuse=canonical.take(replaced))
-    tables.map(of, columns.take(replaced), canonical.take(replaced).astype(np.int32))
-    pool.release(blocks.take(replaced))
-    np.minimum.at(tables.changed, of, columns.take(replaced).astype(np.int32))
-    tables.any_changed = True
-
-
-def check_tokens(requests: Rows, cache: PrefixCache, companions: Companions | None, rows: Ints) -> None:
-    """Raises AssertionError unless every committed full block of `rows` has the identity that its place gives it."""
-    size, tables = requests.block_size, requests.groups[companions.anchor if companions else 0].tables
-    for row in rows.tolist():
-        known, length = int(requests.known[row]), int(requests.lengths[row])
-        require(0 <= known <= length, f"row {row} has {known} committed tokens of {length}")
-        for column in range(-(-known // size)):
-            block = int(tables[row, column])
-            filled = min(size, known - column * size)
-            require(
-                cache.filled[block] >= filled,
-                f"row {row}: block {block} knows {cache.filled[block]} of {filled} tokens",
-            )
-            if filled < size or not requests.root[row]:
-                continue
-            above = cache.serial[tables[row, column - 1]] if column else requests.root[row]
-            require(cache.serial[block] > 0, f"row {row}: block {block} in column {column} is full and has no identity")
-            require(cache.parent[block] == above, f"row {row}: block {block} does not continue the block before it")
-            if companions:
-                _check_beside(requests, cache, companions, row, column, block)
-
-
-def _check_beside(
-    requests: Rows, cache: PrefixCache, companions: Companions, row: int, column: int, anchor: int
-) -> None:
-    for g in companions.others:
-        block = int(requests.groups[g].tables[row, column])
-        parent = companions.parents(g, np.array([anchor]))[0]
-        require(
-            block < 0 or (cache.serial[block] > 0 and cache.parent[block] == parent),
-            f"row {row}: block {block} of group {g} in column {column} is not known beside block {anchor}",
-        )

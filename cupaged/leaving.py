@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_pool import BlockPool, Ints
+from .rows import Rows
 from .tables import BlockTables
 
 
@@ -68,3 +69,20 @@ def cut(groups: list[BlockTables], rows: Ints, lengths: Ints, old: Ints) -> tupl
         return groups[0].cut(rows, lengths, old)
     blocks, sizes = zip(*(tables.cut(rows, lengths, old) for tables in groups), strict=True)
     return laid_by_row(blocks, sizes)
+
+
+def check_horizon(requests: Rows, rows: Ints, lengths: Ints) -> None:
+    """Raises ValueError unless every group has all blocks that the next token after `lengths [n]` sees, or it sees none."""
+    size = requests.block_size
+    for g, tables in enumerate(requests.groups):
+        if not tables.limited:
+            continue
+        column = tables.group.horizon(lengths) // size
+        gone = (tables.begin.take(rows) > column) & (column * size < lengths)
+        if gone.any():
+            i = int(np.argmax(gone))
+            least = tables.group.beyond(int(tables.begin[rows[i]]) * size)
+            raise ValueError(
+                f"lengths: expected at least {least} for request {requests.names[rows[i]]!r}, got {lengths[i]}: the tokens that "
+                f"group {g} would see before it are gone; truncate to 0 and compute them again"
+            )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .adopt import adopt
 from .block_pool import BlockPool, Ints
-from .commit import adopt
 from .companions import Companions
 from .errors import OutOfBlocks, require
 from .free_queues import Blocks

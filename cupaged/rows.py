@@ -6,7 +6,9 @@ A row is an int, stable until its request is freed, then used again; it names th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ from .arguments import integers, listed
 from .block_pool import Ints
 from .groups import Group
 from .tables import BlockTables, extended
+
+T = TypeVar("T")
 
 MAX_TOKENS = 2**31 - 1  # of a sequence: lengths go to kernels as int32
 
@@ -191,3 +195,22 @@ class Rows:
         if dead in self.evicted.values():
             raise self._missing(self.names[dead])
         raise KeyError(f"rows: {dead} is not the row of a request")
+
+
+class View(Mapping[Hashable, T], Generic[T]):
+    """Requests by id, each value read when it is looked up."""
+
+    def __init__(self, requests: Rows, read: Callable[[int], T]) -> None:
+        self._requests, self._read = requests, read
+
+    def __getitem__(self, id: Hashable) -> T:
+        return self._read(self._requests.row_any(id))
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return chain(self._requests.row_of, self._requests.evicted)
+
+    def __len__(self) -> int:
+        return len(self._requests.row_of) + len(self._requests.evicted)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))

@@ -1,0 +1,79 @@
+"""Every invariant of the allocator, checked from the outside: what the arrays say of one another must agree."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .block_pool import BlockPool, Ints
+from .companions import Companions
+from .errors import require
+from .preemption import Preemption
+from .prefix_cache import PrefixCache
+from .rows import Rows
+
+
+def check(
+    requests: Rows, pool: BlockPool, cache: PrefixCache | None, companions: Companions | None, preemption: Preemption
+) -> None:
+    """Raises AssertionError that says what broke."""
+    pool.check()
+    live = np.array(sorted(requests.row_of.values()), np.int64)
+    require(len(np.unique(live)) == len(live), f"two ids have one row: {requests.row_of}")
+    require(
+        np.array_equal((requests.lengths >= 0).nonzero()[0], live),
+        f"rows with a length and no id: {requests.lengths}, {live}",
+    )
+    held = preemption.held(pool)
+    for g, tables in enumerate(requests.groups):
+        columns = np.arange(tables.tables.shape[1])
+        mapped = columns < tables.columns(np.maximum(requests.lengths, 0))[:, None]
+        mapped &= columns >= tables.begin[:, None]
+        require(
+            np.array_equal(mapped, tables.tables >= 0),
+            f"group {g}: tables and lengths disagree: {tables.tables}, {requests.lengths}, {tables.begin}",
+        )
+        seen = tables.group.horizon(np.maximum(requests.lengths, 0)) // requests.block_size
+        require((tables.begin <= seen).all(), f"group {g}: blocks within the horizon are gone: {tables.begin}, {seen}")
+        held += np.bincount(tables.tables[mapped], minlength=pool.num_blocks)
+        for row in live:
+            table = tables.tables[row][mapped[row]]
+            require(len(np.unique(table)) == len(table), f"group {g}, row {row} holds a block twice: {table}")
+    require(np.array_equal(held, pool.ref_count), f"tables hold {held}, reference counts are {pool.ref_count}")
+    preemption.check()
+    if cache:
+        cache.check()
+        _check_tokens(requests, cache, companions, live)
+
+
+def _check_tokens(requests: Rows, cache: PrefixCache, companions: Companions | None, rows: Ints) -> None:
+    """Raises AssertionError unless every committed full block of `rows` has the identity that its place gives it."""
+    size, tables = requests.block_size, requests.groups[companions.anchor if companions else 0].tables
+    for row in rows.tolist():
+        known, length = int(requests.known[row]), int(requests.lengths[row])
+        require(0 <= known <= length, f"row {row} has {known} committed tokens of {length}")
+        for column in range(-(-known // size)):
+            block = int(tables[row, column])
+            filled = min(size, known - column * size)
+            require(
+                cache.filled[block] >= filled,
+                f"row {row}: block {block} knows {cache.filled[block]} of {filled} tokens",
+            )
+            if filled < size or not requests.root[row]:
+                continue
+            above = cache.serial[tables[row, column - 1]] if column else requests.root[row]
+            require(cache.serial[block] > 0, f"row {row}: block {block} in column {column} is full and has no identity")
+            require(cache.parent[block] == above, f"row {row}: block {block} does not continue the block before it")
+            if companions:
+                _check_beside(requests, cache, companions, row, column, block)
+
+
+def _check_beside(
+    requests: Rows, cache: PrefixCache, companions: Companions, row: int, column: int, anchor: int
+) -> None:
+    for g in companions.others:
+        block = int(requests.groups[g].tables[row, column])
+        parent = companions.parents(g, np.array([anchor]))[0]
+        require(
+            block < 0 or (cache.serial[block] > 0 and cache.parent[block] == parent),
+            f"row {row}: block {block} of group {g} in column {column} is not known beside block {anchor}",
+        )

@@ -108,7 +108,7 @@ def _adopt_beside(
         return
     columns, blocks, of = columns.take(unnamed), blocks.take(unnamed), rows.take(owners.take(unnamed))
     anchors = requests.groups[companions.anchor].at(of, columns).astype(np.int64)
-    cache.copy(anchors, blocks)
+    cache.tokens.copy(anchors, blocks)
     nothing_above = np.full(len(blocks), -1)
     parents = companions.parents(g, anchors)
     canonical = cache.identify(blocks, columns, np.arange(len(blocks)), nothing_above, parents)

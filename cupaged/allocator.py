@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import counts_of, integer, integers, listed, new_requests, new_tokens, number
+from .arguments import Tokens, counts_of, integer, integers, listed, new_requests, new_tokens, number
 from .block_pool import BlockPool, Ints
 from .commit import commit
 from .companions import Companions
@@ -26,7 +26,7 @@ from .growth import Growth
 from .invariants import check
 from .leaving import check_horizon, cut
 from .preemption import Preemption
-from .prefix_cache import CacheEvent, PrefixCache, Tokens
+from .prefix_cache import CacheEvent, PrefixCache
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows, View
 from .sharing import fork, reorder
@@ -376,7 +376,7 @@ class BlockAllocator:
             inside = ((column * self.block_size < new) & (new < old)).nonzero()[0]
             for tables in requests.groups:
                 tails = tables.at(selected.take(inside), column.take(inside))
-                self._cache.truncated(tails, new.take(inside) - column.take(inside) * self.block_size)
+                self._cache.tokens.truncated(tails, new.take(inside) - column.take(inside) * self.block_size)
 
     def free_request(self, id: Hashable) -> None:
         """Forget a request; its blocks that no one else holds enter the free queue in table order."""

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .adopt import adopt, adopt_chain, identify_in_tables
-from .arguments import split_tokens
+from .arguments import Tokens, split_tokens
 from .block_pool import BlockPool, Ints
 from .companions import Companions
-from .prefix_cache import PrefixCache, Tokens
+from .prefix_cache import PrefixCache
 from .rows import Rows
 from .tables import BlockTables, ranges
 
@@ -67,7 +67,7 @@ def _commit_decoded(
 
     False, with nothing done, when this is not so, or `tokens` are not a flat int32 array of as many.
     """
-    n, tables, size = len(rows), requests.groups[0], cache.size
+    n, tables, size = len(rows), requests.groups[0], cache.tokens.size
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.shape != (n,) or pool.sharing:
         return False
     if np.count_nonzero(lengths - known == _ONE) < n:
@@ -76,7 +76,7 @@ def _commit_decoded(
     offsets = columns * size
     np.subtract(known, offsets, out=offsets)
     blocks = tables.flat.take(rows * tables.width + columns).astype(np.int64)
-    if not cache.learn_one_each(blocks, offsets, tokens):
+    if not cache.tokens.learn_one_each(blocks, offsets, tokens):
         return False
     requests.known[rows] = known + _ONE
     full = (offsets == size - _ONE).nonzero()[0]
@@ -103,7 +103,7 @@ def _commit_run(
     blocks = table[first : -(-end // size)].astype(np.int64)
     if len(tokens) != end - begin or begin == end or not tokens.flags.c_contiguous:
         return False
-    if not cache.learn_run(blocks, begin - first * size, tokens):
+    if not cache.tokens.learn_run(blocks, begin - first * size, tokens):
         return False
     requests.known[row] = end
     root, blocks = int(requests.root[row]), blocks[: end // size - first]
@@ -124,10 +124,10 @@ def _learn(
     if n == 1 and len(tokens):
         first, stop = int(known[0]) // size, -(-(int(known[0]) + len(tokens)) // size)
         blocks = tables.tables[rows[0], first:stop].astype(np.int64)
-        if cache.learn_run(blocks, int(known[0]) - first * size, tokens):
+        if cache.tokens.learn_run(blocks, int(known[0]) - first * size, tokens):
             return None
     places, owners = ranges(known, counts), np.repeat(np.arange(n), counts)
     columns = places // size
     blocks = tables.at(rows.take(owners), columns).astype(np.int64)
-    wrong = cache.learn(blocks, places - columns * size, tokens)
+    wrong = cache.tokens.learn(blocks, places - columns * size, tokens)
     return (int(owners[wrong[0]]), int(places[wrong[0]])) if len(wrong) else None

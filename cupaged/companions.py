@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import Tokens
 from .block_pool import Ints
 from .groups import Group
-from .prefix_cache import PrefixCache, Tokens
+from .prefix_cache import PrefixCache
 
 
 class Companions:

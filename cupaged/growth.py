@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .arguments import Tokens
 from .block_pool import BlockPool, Ints
 from .companions import Companions
 from .decode_step import DecodeStep
 from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .leaving import Leaving, find_leaving
-from .prefix_cache import PrefixCache, Tokens
+from .prefix_cache import PrefixCache
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows
 from .steps import Step, write_slots
@@ -115,10 +116,16 @@ class Growth:
     def extend(self, rows: Ints, lengths: Ints, counts: Ints | None, reserve: int = 0) -> Step:
         """`counts` more tokens (None: one each) for `rows`, which have `lengths`; leaves `reserve` blocks free."""
         requests, pool = self._requests, self._pool
-        if self._decode and counts is None and len(rows) and not pool.sharing and not (self._cache and self._cache.cut):
+        if (
+            self._decode
+            and counts is None
+            and len(rows)
+            and not pool.sharing
+            and not (self._cache and self._cache.tokens.cut)
+        ):
             step, blocks = self._decode.extend(rows, lengths)
             if self._cache:
-                self._cache.filled[blocks] = 0
+                self._cache.tokens.filled[blocks] = 0
             self.serial += 1
             self._sign(step, self._groups[0], lengths, _NONE)
             return step
@@ -137,13 +144,13 @@ class Growth:
         blocks = pool.take(plan.num_blocks, drop=drop)  # the last thing that can fail; from here on, state changes
 
         if self._cache:
-            self._cache.filled[blocks] = 0
+            self._cache.tokens.filled[blocks] = 0
         if plan.leaving:
             for tables, step, cut in zip(self._groups, steps, plan.leaving.cuts, strict=True):
                 _unmap(tables, step, *cut)
         for g, (tables, step) in enumerate(zip(self._groups, steps, strict=True)):
             self._fill(tables, step, plan, plan.copying[g], self._share(plan, blocks, len(rows), g))
-        if self._cache and self._cache.cut:
+        if self._cache and self._cache.tokens.cut:
             writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
             column = plan.column.take(writing)
             for tables in self._groups:
@@ -219,7 +226,7 @@ class Growth:
         steps = [Step(tables, row, columns, total - cached) for tables in self._groups]
         blocks = pool.take(found.fresh, found.held)  # the last thing that can fail; from here on, state changes
 
-        cache.filled[blocks.astype(np.int64)] = 0
+        cache.tokens.filled[blocks.astype(np.int64)] = 0
         for tables, step, hits, fresh in zip(
             self._groups, steps, found.hits, blocks.reshape(len(self._groups), -1), strict=True
         ):
@@ -231,7 +238,7 @@ class Growth:
             tables.mark(row, 0)
         if found.source >= 0:
             steps[0].copies = np.array([[found.source, blocks[0]]], np.int32)
-            cache.copy(steps[0].copies[:, 0], steps[0].copies[:, 1])
+            cache.tokens.copy(steps[0].copies[:, 0], steps[0].copies[:, 1])
             cache.write(blocks[:1].astype(np.int64), np.array([found.common]))
             pool.release([found.source])
             self.copies += 1
@@ -289,7 +296,7 @@ class Growth:
         tables.map(step.rows.take(copying), column, step.copies[:, 1])
         step.block_tables[copying, column] = step.copies[:, 1]
         if self._cache:
-            self._cache.copy(sources, step.copies[:, 1])
+            self._cache.tokens.copy(sources, step.copies[:, 1])
         self._pool.release(sources)
         self.copies += len(first)
         left = np.ones(len(blocks), np.bool_)

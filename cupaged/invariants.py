@@ -55,8 +55,8 @@ def _check_tokens(requests: Rows, cache: PrefixCache, companions: Companions | N
             block = int(tables[row, column])
             filled = min(size, known - column * size)
             require(
-                cache.filled[block] >= filled,
-                f"row {row}: block {block} knows {cache.filled[block]} of {filled} tokens",
+                cache.tokens.filled[block] >= filled,
+                f"row {row}: block {block} knows {cache.tokens.filled[block]} of {filled} tokens",
             )
             if filled < size or not requests.root[row]:
                 continue

@@ -117,8 +117,8 @@ class Preemption:
         table = place.take(blocks)
         self.pool.acquire(table[~first])
         if self._cache:
-            self._tokens[host] = self._cache.tokens.take(leaving, 0)
-            self._filled[host] = self._cache.filled.take(leaving)
+            self._tokens[host] = self._cache.tokens.ids.take(leaving, 0)
+            self._filled[host] = self._cache.tokens.filled.take(leaving)
             self._named[host] = self._cache.serial.take(leaving) > 0
         self._lengths.update(zip(rows.tolist(), lengths.tolist(), strict=True))
         self._host_tables.update(
@@ -209,8 +209,8 @@ class Preemption:
             step.block_tables.reshape(-1)[of * width + at] = blocks.take(mine)
         requests.resume(rows, plan.lengths)
         if self._cache:
-            self._cache.tokens[taken] = self._tokens.take(moved, 0)
-            self._cache.filled[taken] = self._filled.take(moved)
+            self._cache.tokens.ids[taken] = self._tokens.take(moved, 0)
+            self._cache.tokens.filled[taken] = self._filled.take(moved)
             lost = (plan.first < plan.stop).nonzero()[0]
             if len(lost):
                 first, stop = plan.first.take(lost), plan.stop.take(lost)

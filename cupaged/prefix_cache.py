@@ -15,19 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import Tokens
+from .block_hashes import block_hashes, root_hash
 from .block_pool import BlockPool, Ints
+from .block_tokens import BlockTokens
 from .free_queues import Blocks
 from .hash_index import Hashes, HashIndex, Homes
 from .roots import Roots
 from .siblings import Siblings, common_lengths
-
-Tokens = npt.NDArray[np.int32]
 
 _ZERO, _ONE = np.array(0), np.array(1)
 _SIBLINGS = 8  # children of one parent that are compared for a partial match, the newest ones
@@ -50,12 +50,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int, record_events: bool = False) -> None:
         n = pool.num_blocks
         self._pool, self.block_size = pool, block_size
-        self.size = np.array(block_size)  # an array: a Python int would be converted at every use
-        self.tokens = np.zeros((n, block_size), np.int32)
-        self._words = self.tokens.reshape(-1).view(
-            np.dtype((np.void, 4 * block_size))
-        )  # [n], a block's tokens as one element
-        self.filled = np.zeros(n, np.int32)  # how many of them are known
+        self.tokens = BlockTokens(pool, block_size)
         self.serial = np.zeros(n, np.int64)  # number of the identity, 0: none
         self.parent = np.zeros(n, np.int64)  # number of the parent's identity
         self._twin = np.full(n, -1, np.int32)  # next block of the same identity
@@ -64,9 +59,6 @@ class PrefixCache:
         self._siblings = Siblings(pool, self.serial, self.parent)
         self.roots = Roots()
         self._next = 1
-        self.cut = (
-            False  # whether a block may ever have known more tokens than a request that ends in it has, see `truncated`
-        )
         self.events: list[CacheEvent] | None = [] if record_events else None
         self.companions = False  # whether there are groups beside the one that has the chain
         self.queried_tokens = self.hit_tokens = 0
@@ -108,10 +100,10 @@ class PrefixCache:
         if gone is not None:
             remaining = self._remaining(np.array(children, np.int64), gone)
             children = remaining[remaining >= 0][:_SIBLINGS].tolist()
-        children = [child for child in children if self.tokens[child, 0] == rest[0]]
+        children = [child for child in children if self.tokens.ids[child, 0] == rest[0]]
         if not children:
             return blocks, -1, 0
-        common = common_lengths(self.tokens.take(children, 0)[:, : len(rest)], rest)
+        common = common_lengths(self.tokens.ids.take(children, 0)[:, : len(rest)], rest)
         best = int(common.argmax())
         return blocks, children[best] if common[best] else -1, int(common[best])
 
@@ -125,7 +117,7 @@ class PrefixCache:
 
     def _match_blocks(self, root: int, words: Tokens) -> Ints:
         hashes = np.add.accumulate(block_hashes(words, np.arange(len(words))))
-        hashes += _root_hash(root)
+        hashes += root_hash(root)
         blocks: Ints = self._index.find_leading(self._index.homes(hashes))
         done, above = 0, root
         while True:
@@ -146,12 +138,12 @@ class PrefixCache:
         parents = np.empty(count, np.int64)
         parents[0], parents[1:] = above, self.serial.take(blocks[:-1])
         count = _leading(self.parent.take(blocks) == parents)
-        right = (self.tokens.take(blocks[:count], 0) == words[:count]).reshape(-1)
+        right = (self.tokens.ids.take(blocks[:count], 0) == words[:count]).reshape(-1)
         return _leading(right) // self.block_size
 
     def _search(self, hash_: np.uint64, parent: int, words: Tokens) -> int:
         for block in self._index.find_all(hash_):
-            if self.parent[block] == parent and np.array_equal(self.tokens[block], words):
+            if self.parent[block] == parent and np.array_equal(self.tokens.ids[block], words):
                 return block
         return -1
 
@@ -160,84 +152,27 @@ class PrefixCache:
 
         Blocks that are `gone [num_blocks]` are taken to have lost their identities.
         """
-        hashes = _root_hash(parents) + block_hashes(words, columns)
+        hashes = root_hash(parents) + block_hashes(words, columns)
         found: Ints = self._index.find(self._index.homes(hashes))
         there = (found >= 0).nonzero()[0]
         blocks = found.take(there)
-        same = (self.parent.take(blocks) == parents.take(there)) & (self.tokens.take(blocks, 0) == words[there]).all(1)
+        same = (self.parent.take(blocks) == parents.take(there)) & (
+            self.tokens.ids.take(blocks, 0) == words[there]
+        ).all(1)
         for i in there[~same].tolist():  # another block has this hash
             found[i] = self._search(hashes[i], int(parents[i]), words[i])
         if gone is not None:
             found[there] = self._remaining(found.take(there), gone)
         return found
 
-    # ---- tokens ----
-
-    def truncated(self, blocks: Blocks, offsets: Ints) -> None:
-        """Requests now end at `offsets` in `blocks [n]`: what is behind may be known, or become known through another owner."""
-        if not self.cut:
-            self.cut = bool(((self.filled.take(blocks) > offsets) | (self._pool.ref_count.take(blocks) > 1)).any())
-
     def write(self, blocks: Ints, offsets: Ints) -> None:
         """A step will write into `blocks [n]` from `offsets` on: what was there is forgotten, identities too.
 
-        There is something to forget only after a truncation (`cut`): else a request grows from the end of what its last block knows.
+        There is something to forget only after a truncation (`BlockTokens.cut`).
         """
-        self.filled[blocks] = np.minimum(self.filled.take(blocks), offsets)
+        self.tokens.keep(blocks, offsets)
         if np.count_nonzero(self.serial.take(blocks)):
             self.forget(blocks)
-
-    def copy(self, sources: Ints | Blocks, targets: Ints | Blocks) -> None:
-        """A step will copy these blocks: their tokens go along."""
-        self.tokens[targets] = self.tokens.take(sources, 0)
-        self.filled[targets] = self.filled.take(sources)
-
-    def learn(self, blocks: Ints, offsets: Ints, tokens: Tokens) -> Ints:
-        """The tokens `[n]` at `(blocks[i], offsets[i])` are computed. Returns the elements, if any, that contradict what is known of a
-        shared block, with nothing changed that can be seen."""
-        slots = blocks * self.block_size + offsets
-        flat = self.tokens.reshape(-1)
-        wrong: Ints = ((offsets < self.filled.take(blocks)) & (flat.take(slots) != tokens)).nonzero()[0]
-        if not len(wrong):
-            flat[slots] = tokens
-            if self._pool.sharing:
-                wrong = (flat.take(slots) != tokens).nonzero()[0]  # two requests, one slot
-        if not len(wrong):
-            np.maximum.at(self.filled, blocks, (offsets + 1).astype(np.int32))
-        return wrong
-
-    def learn_run(self, blocks: Ints, offset: int, tokens: Tokens) -> bool:
-        """`learn` for a piece of one sequence: `tokens [n]`, n > 0, from `offset` in the first of its `blocks` on, whole blocks at once.
-        False, with nothing done, when some of them are known already."""
-        size, filled = self.block_size, self.filled.take(blocks)
-        if filled[0] > offset or np.count_nonzero(filled[1:]):
-            return False
-        begin = 0
-        if offset:
-            begin = min(size - offset, len(tokens))
-            self.tokens[blocks[0], offset : offset + begin] = tokens[:begin]
-            self.filled[blocks[0]] = offset + begin
-            blocks = blocks[1:]
-        whole = (len(tokens) - begin) // size
-        if whole:
-            words = tokens[begin : begin + whole * size].view(self._words.dtype)
-            self._words[blocks[:whole]] = words
-            self.filled[blocks[:whole]] = size
-        rest = tokens[begin + whole * size :]
-        if len(rest):
-            self.tokens[blocks[whole], : len(rest)] = rest
-            self.filled[blocks[whole]] = len(rest)
-        return True
-
-    def learn_one_each(self, blocks: Ints, offsets: Ints, tokens: Tokens) -> bool:
-        """`learn` for the next token `[n]` of private blocks. False, with nothing done, when some of them are known already."""
-        if self._pool.sharing or np.count_nonzero(self.filled.take(blocks) == offsets) < len(blocks):
-            return False
-        slots = blocks * self.size
-        slots += offsets
-        self.tokens.reshape(-1)[slots] = tokens
-        self.filled[blocks] = (offsets + _ONE).astype(np.int32)
-        return True
 
     # ---- identities ----
 
@@ -248,11 +183,11 @@ class PrefixCache:
         (-1: the root `roots[i]`). Returns `[n]` the canonical block of each one's identity; a block that is not its own canonical
         one has no identity yet (see `join`).
         """
-        words = self.tokens.take(blocks, 0)
+        words = self.tokens.ids.take(blocks, 0)
         numbers, bases = self.serial.take(above), self._index.hashes.take(above)
         at_root = (above < _ZERO).nonzero()[0]
         if len(at_root):
-            numbers[at_root], bases[at_root] = roots.take(at_root), _root_hash(roots.take(at_root))
+            numbers[at_root], bases[at_root] = roots.take(at_root), root_hash(roots.take(at_root))
         one_each, single = len(starts) == len(blocks), len(starts) == 1
         hashes = block_hashes(words, columns)
         if one_each:
@@ -278,7 +213,7 @@ class PrefixCache:
         known = found >= 0
         if np.count_nonzero(known):
             known &= self.parent.take(found) == parents
-            known[known] = (self.tokens.take(found[known], 0) == words[known]).all(1)
+            known[known] = (self.tokens.ids.take(found[known], 0) == words[known]).all(1)
         if not one_each:
             misses = (~known).cumsum()
             known = misses == np.repeat((misses - ~known).take(starts), lengths)  # a run is known up to its first miss
@@ -310,8 +245,10 @@ class PrefixCache:
         """
         if self._twins or np.count_nonzero(self.serial.take(blocks)):
             return False
-        hashes = np.add.accumulate(block_hashes(self.tokens.take(blocks, 0), np.arange(column, column + len(blocks))))
-        hashes += self._index.hashes[above] if above >= 0 else _root_hash(root)
+        hashes = np.add.accumulate(
+            block_hashes(self.tokens.ids.take(blocks, 0), np.arange(column, column + len(blocks)))
+        )
+        hashes += self._index.hashes[above] if above >= 0 else root_hash(root)
         homes = self._index.homes(hashes)
         if self._index.find_one(homes) >= 0:
             return False
@@ -385,11 +322,11 @@ class PrefixCache:
         for block in named.tolist():
             twin = int(self._twin[block])
             if twin >= 0 and (
-                self.serial[twin] != self.serial[block] or (self.tokens[twin] != self.tokens[block]).any()
+                self.serial[twin] != self.serial[block] or (self.tokens.ids[twin] != self.tokens.ids[block]).any()
             ):
                 raise AssertionError(f"blocks {block} and {twin} are twins and differ")
-        if (self.filled[named] < self.block_size).any():
-            raise AssertionError(f"a block with an identity is not full: {named}, {self.filled[named]}")
+        if (self.tokens.filled[named] < self.block_size).any():
+            raise AssertionError(f"a block with an identity is not full: {named}, {self.tokens.filled[named]}")
         self._siblings.check(entries[self.parent[entries] > 0].astype(np.int32))
 
     def _store(self, blocks: Ints, serials: Ints, parents: Ints, hashes: Hashes, homes: Homes, above: Ints) -> None:
@@ -413,7 +350,7 @@ class PrefixCache:
         blocks = blocks.copy()
         for i in twins.tolist():
             block = int(blocks[i])
-            blocks[i] = self._search(self._index.hashes[block], int(self.parent[block]), self.tokens[block])
+            blocks[i] = self._search(self._index.hashes[block], int(self.parent[block]), self.tokens.ids[block])
         return blocks
 
     def _forget_twin(self, block: int) -> None:
@@ -442,40 +379,9 @@ class PrefixCache:
     def _record(self, kind: str, serials: Ints, parents: Ints | None = None, blocks: Ints | None = None) -> None:
         if self.events is not None and (len(serials) or kind == "cleared"):
             parents = np.zeros(0, np.int64) if parents is None else parents
-            words = self.tokens.take(np.zeros(0, np.int64) if blocks is None else blocks, 0)
+            words = self.tokens.ids.take(np.zeros(0, np.int64) if blocks is None else blocks, 0)
             roots = self.roots.keys_of(parents.tolist())
             self.events.append(CacheEvent(kind, serials.copy(), parents.copy(), words, roots))
-
-
-_SHIFT, _HALF, _UNIT = np.array(29, np.uint64), np.array(32, np.uint64), np.array(1, np.uint64)
-_ROOT = np.array(0xD6E8FEB86659FD93, np.uint64)
-_MIX, _PLACE = np.array(0xBF58476D1CE4E5B9, np.uint64), np.array(0x9E3779B97F4A7C16, np.uint64)
-
-
-def block_hashes(words: Tokens, columns: Ints) -> Hashes:
-    """A hash of each block's tokens `[n, block_size]` and its place in the sequence; a prefix has their sum."""
-    if words.shape[1] % 2 == 0:
-        words = np.ascontiguousarray(words).view(np.uint64)  # two tokens at a time
-    mixed = words.astype(np.uint64, copy=False) @ _factors(words.shape[1])
-    mixed ^= mixed >> _SHIFT
-    mixed *= _MIX
-    mixed ^= mixed >> _HALF
-    place = columns.astype(np.uint64)
-    place *= _PLACE
-    place += _UNIT
-    mixed *= place
-    hashes: Hashes = mixed
-    return hashes
-
-
-@cache
-def _factors(count: int) -> Hashes:
-    return np.random.default_rng(0x5EED).integers(1 << 62, 1 << 63, count, np.uint64) | np.uint64(1)
-
-
-def _root_hash(root: Ints | int) -> Hashes:
-    hashes: Hashes = np.array(root, np.uint64) * _ROOT
-    return hashes
 
 
 def _shifted(values: Ints, starts: Ints, first: Ints) -> Ints:

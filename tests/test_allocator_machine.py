@@ -68,7 +68,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         if same_hash:
             self.patch.setattr(prefix_cache, "block_hashes", lambda words, columns: np.zeros(len(words), np.uint64))
-            self.patch.setattr(prefix_cache, "_root_hash", lambda root: np.zeros(np.shape(root), np.uint64))
+            self.patch.setattr(prefix_cache, "root_hash", lambda root: np.zeros(np.shape(root), np.uint64))
         self.alloc = BlockAllocator(
             num_blocks, block_size, self.groups, watermark=watermark, prefix_caching=caching, host_blocks=host_blocks
         )

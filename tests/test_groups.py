@@ -152,7 +152,7 @@ def test_a_prompt_is_found_up_to_where_every_group_has_what_the_next_token_sees(
     alloc.free_request("A")
     window = [block for block in range(40) if alloc._cache.parent[block] < 0]
     assert len(window) == 10
-    lost = [block for block in window if alloc._cache.tokens[block, 0] == 14]
+    lost = [block for block in window if alloc._cache.tokens.ids[block, 0] == 14]
     alloc._cache.forget(np.array(lost))
     assert alloc._cache.serial[lost].tolist() == [0]
     # token 18 and token 16 would see the block of 14 and 15, token 14 sees 11 to 14

@@ -85,10 +85,6 @@ class Preemption:
         """Tokens of an evicted request."""
         return self._lengths[row]
 
-    def host_table(self, row: int) -> Blocks:
-        """Host blocks of an evicted request."""
-        return self._host_tables[row]
-
     # ---- out ----
 
     def evict(self, rows: Ints, hold: bool) -> Step:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from allocator_model import observe
+from allocator_compare import observe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from allocator_model import Model, ModelStep, ShadowPages, assert_same, assert_step, observe
+from allocator_compare import assert_same, assert_step, observe
+from allocator_model import Model, ModelStep
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from shadow_pages import ShadowPages
 
 from cupaged import BlockAllocator, Group, Step, TableMirror, prefix_cache
 
@@ -70,8 +72,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.patch.setattr(prefix_cache, "block_hashes", lambda words, columns: np.zeros(len(words), np.uint64))
             self.patch.setattr(prefix_cache, "root_hash", lambda root: np.zeros(np.shape(root), np.uint64))
         self.alloc = BlockAllocator(
-            num_blocks, block_size, self.groups, watermark=watermark, prefix_caching=caching, host_blocks=host_blocks
-        )
+            num_blocks, block_size, self.groups, watermark=watermark, prefix_caching=caching, host_blocks=host_blocks,
+            record_events=caching,
+        )  # fmt: skip
+        self.index: dict[int, tuple[int, tuple[int, ...]]] = {}  # what events say is cached: (parent, tokens) by number
         self.model = Model(num_blocks, block_size, watermark, caching, host_blocks, self.groups)
         self.pages = ShadowPages(num_blocks, block_size, host_blocks)
         self.held: list[
@@ -411,6 +415,29 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert_same(self.alloc, self.model)
 
     @invariant()
+    def events_tell_what_is_cached(self) -> None:
+        if not hasattr(self, "alloc") or self.alloc._cache is None:
+            return
+        for event in self.alloc.take_events():
+            if event.kind == "cleared":
+                self.index.clear()
+            elif event.kind == "removed":
+                for number in event.serials.tolist():
+                    del self.index[number]
+            else:
+                for number, parent, tokens in zip(
+                    event.serials.tolist(), event.parents.tolist(), event.token_ids.tolist(), strict=True
+                ):
+                    assert number not in self.index and (parent in event.root_of or parent in self.index)
+                    self.index[number] = parent, tuple(tokens)
+        cache = self.alloc._cache
+        named = ((cache.serial > 0) & (cache.parent > 0)).nonzero()[0]  # blocks beside the chain have a parent below 0
+        assert self.index == {
+            int(cache.serial[b]): (int(cache.parent[b]), tuple(cache.tokens.ids[b].tolist())) for b in named
+        }
+        assert len(set(self.index.values())) == len(self.index)
+
+    @invariant()
     def contents_are_right(self) -> None:
         if hasattr(self, "alloc"):
             for g in range(len(self.groups)):
@@ -477,6 +504,7 @@ def walk(random: Random, steps: int, same_hash: bool, groups: int = 0) -> None:
         for _ in range(steps):
             random.choices(calls, weights)[0][1]()
             machine.equal()
+            machine.events_tell_what_is_cached()
             machine.contents_are_right()
         machine.teardown()
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from allocator_model import observe
+from allocator_compare import observe
 
 from cupaged import BlockAllocator, OutOfBlocks, TableMirror
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from allocator_model import observe
+from allocator_compare import observe
 
 from cupaged import BlockAllocator, OutOfBlocks, prefix_cache
 

@@ -1,0 +1,75 @@
+"""What callers see of an allocator, and whether it is what the model says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from allocator_model import Model, ModelStep
+
+from cupaged import BlockAllocator, Step
+
+
+def observe(alloc: BlockAllocator) -> dict[str, Any]:
+    """Everything a caller can see of an allocator, as plain values that later calls do not change."""
+    names = list(alloc.tables)
+    stats = alloc.stats()
+    return {
+        "tables": {name: [alloc.group_tables(g)[name] for g in range(len(alloc.groups))] for name in names},
+        "lengths": dict(alloc.lengths),
+        "free": alloc.free,
+        "num_free": alloc.num_free,
+        "owners": alloc.pool.ref_count.tolist(),
+        "rows": alloc.rows(names).tolist(),
+        "identities": alloc._cache.serial.tolist() if alloc._cache else [0] * alloc.num_blocks,
+        "evicted": alloc.evicted,
+        "host_free": alloc.host_pool.free().tolist(),
+        "host_owners": alloc.host_pool.ref_count.tolist(),
+        "host_tables": [alloc._preemption._host_tables[row].tolist() for row in alloc.rows(alloc.evicted).tolist()],
+        "stats": {name: getattr(stats, name) for name in stats.__dataclass_fields__},
+    }
+
+
+def assert_same(alloc: BlockAllocator, model: Model) -> None:
+    """The allocator stands where the model stands, and its own check finds nothing."""
+    alloc.check()
+    seen = observe(alloc)
+    assert seen["tables"] == model.tables | {name: [[] for _ in model.groups] for name in model.away}
+    assert seen["lengths"] == model.lengths | {name: state[1] for name, state in model.away.items()}
+    assert seen["evicted"] == list(model.away)
+    assert seen["host_tables"] == [model._listed(state[0]) for state in model.away.values()]
+    assert (seen["host_free"], seen["host_owners"]) == (model.host_free, model.host_owners)
+    assert seen["free"] == model.free
+    assert seen["num_free"] == len(model.free)
+    assert seen["owners"] == model.owners
+    assert seen["identities"] == [model.number(block) for block in range(model.num_blocks)]
+    assert seen["stats"] == model.stats()
+
+
+def assert_step(step: Step, expected: ModelStep) -> None:
+    """Every array of a step, padding included."""
+    for g in range(len(expected.tables)):
+        _assert_group(step.group(g), expected, g)
+
+
+def _assert_group(step: Step, expected: ModelStep, g: int) -> None:
+    width = max([1, *map(len, expected.tables[g])])
+    tables = [table + [-1] * (width - len(table)) for table in expected.tables[g]]
+    np.testing.assert_array_equal(step.block_tables, np.array(tables, np.int32).reshape(-1, width))
+    assert step.seq_lens.tolist() == expected.seq_lens
+    assert step.query_start_loc.tolist() == expected.query_start_loc
+    assert step.slot_mapping.tolist() == expected.slots[g]
+    assert [tuple(pair) for pair in step.copies.tolist()] == expected.copies[g]
+    for name in ("swap_out", "swap_in"):
+        assert [tuple(pair) for pair in getattr(step, name).tolist()] == ([] if g else getattr(expected, name))
+    assert step.num_cached.tolist() == expected.num_cached
+    dtypes = {
+        name: getattr(step, name).dtype.name
+        for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "copies", "swap_out", "swap_in")
+    }
+    assert dtypes == dict.fromkeys(dtypes, "int32") | {"slot_mapping": "int64"}
+    assert all(
+        np.shares_memory(step.packed, array)
+        for array in (step.block_tables, step.seq_lens, step.query_start_loc)
+        if array.size
+    )

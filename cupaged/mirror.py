@@ -28,7 +28,7 @@ class TableMirror:
     def apply(self, delta: Delta) -> None:
         """Bring tables and lengths to where they stood after the delta's step.
 
-        Raises ValueError, with nothing changed, unless the delta is the next one.
+        Raises ValueError, with nothing changed, unless the delta is the next one, of steps with this block size.
         """
         if not isinstance(delta, Delta):
             raise TypeError(f"delta: expected what step.delta gives, got {type(delta).__name__}")
@@ -37,6 +37,12 @@ class TableMirror:
                 f"delta: expected that of step {self._serial + 1}, got step {delta.serial}; apply every step's, in order"
             )
         columns = -(-delta.lengths // self.block_size)
+        needed = int(np.maximum(columns - delta.first, 0).sum())
+        if needed != len(delta.blocks):
+            raise ValueError(
+                f"delta: expected {needed} ids of blocks of {self.block_size} tokens, got {len(delta.blocks)}; give the mirror the "
+                "block_size of the steps"
+            )
         self._make_room(int(delta.rows.max(initial=-1)) + 1, int(columns.max(initial=0)))
         width = self.tables.shape[1]
         flat = self.tables.reshape(-1)

@@ -288,6 +288,18 @@ def test_a_mirror_refuses_a_delta_out_of_order() -> None:
     assert mirror.lengths[0] == 7
 
 
+def test_a_mirror_of_another_block_size_refuses_a_delta_and_stays_as_it_was() -> None:
+    alloc, mirror = BlockAllocator(6, 8), TableMirror(4)
+    mirror.apply(alloc.add_request("A", 3).delta)
+    before = mirror.tables.copy(), mirror.lengths.copy()
+    with pytest.raises(
+        ValueError, match="delta: expected 2 ids of blocks of 4 tokens, got 1; give the mirror the block_size"
+    ):
+        mirror.apply(alloc.grow("A", 9).delta)
+    np.testing.assert_array_equal(mirror.tables, before[0])
+    np.testing.assert_array_equal(mirror.lengths, before[1])
+
+
 def test_a_decode_step_tells_the_mirror_only_what_is_new() -> None:
     alloc = BlockAllocator(100, 4)
     for i in range(8):

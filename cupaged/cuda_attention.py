@@ -48,6 +48,7 @@ class AttentionKernels(DeviceSide):
         work = self._work(plan, plan.options)
         work.workspace = Workspace(self.launcher)
         work.workspace.reserve(work.num_states + work.num_shared_states, plan.options.head_dim, work.num_tickets)
+        work.ready()
         for part in work.parts:
             self._kernel(part.config, 16, planned=True)
 
@@ -68,6 +69,8 @@ class AttentionKernels(DeviceSide):
             workspace = self._stream_workspace()
         else:
             work = self._work(plan, form.options)
+            if plan.options is not None:  # others are of one stream alone
+                work.arrive()
             launches, states, tickets = work.launches.get(form) or self._planned(call, work)
             tables_at, lens_at, starts_at = work.metadata
             workspace = work.workspace or self._stream_workspace()

@@ -34,13 +34,14 @@ class PinnedRing:
             buffer = self._buffers[self._next] = self._launcher.pinned(max(2 * num_bytes, 4096))
         return buffer
 
-    def send(self, to: Array, num_bytes: int) -> None:
-        """Copy the staged bytes to the start of the device buffer `to`, on the current stream."""
+    def send(self, to: Array, num_bytes: int) -> Any:
+        """Copy the staged bytes to the start of the device buffer `to`, on the current stream. Returns the event after it."""
         buffer = self._buffers[self._next]
         assert buffer is not None
         self._launcher.copy_async(to[:num_bytes], buffer[:num_bytes])
-        self._events[self._next] = self._launcher.record()
+        event = self._events[self._next] = self._launcher.record()
         self._next = (self._next + 1) % len(self._buffers)
+        return event
 
 
 class DeviceSide:

@@ -113,6 +113,7 @@ class DeviceWork:
     @property
     def slot_mapping(self) -> Array:
         """`[num_tokens]` int64 on the device; `[max_tokens]`, padded with -1, with bounds."""
+        self.arrive()
         start = self.offsets["slot_mapping"]
         return self.buffer[start : start + 8 * self.sizes.slots].view(np.int64)
 
@@ -164,7 +165,22 @@ class DeviceWork:
             put(offsets[name], values, values.size, 0)
         tables = staged[offsets["block_tables"] : end].view(np.int32).reshape(n, sizes.columns)
         tables[:, :columns] = plan.block_tables[:, :columns]
-        self._ring.send(self.buffer, end)
+        self._filled = self._ring.send(self.buffer, end)
+        self._streams = {self._launcher.stream()}
+
+    def ready(self) -> None:
+        """Other streams wait for all that is enqueued on the current one so far."""
+        self._filled = self._launcher.record()
+
+    def arrive(self) -> None:
+        """Later work on the current stream finds what was filled on another one.
+
+        A stream that is captured cannot wait for work outside the graph: it has used the plan before, or its replays come after the copy.
+        """
+        stream = self._launcher.stream()
+        if stream not in self._streams and not self._launcher.capturing():
+            self._launcher.wait(self._filled)
+            self._streams.add(stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Tests here need a device, or what stands in for CUDA in tests/pretend; the last 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,6 +156,31 @@ def test_what_is_made_once_is_there_for_every_stream(cupy: Any, rng: np.random.G
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_a_plan_is_there_for_every_stream(cupy: Any, rng: np.random.Generator, num_splits: int | None) -> None:
+    """Its copy to the device is enqueued where the plan is made; a write or a call on another stream waits for it."""
+    host = Host(rng)
+    new = rng.standard_normal((3, 2, 64)).astype(np.float16)
+    slots = host.tables[np.arange(3), (host.lens - 1) // 16] * 16 + (host.lens - 1) % 16
+    q, k, v, there = map(cupy.asarray, (host.q, host.k, host.v, new))
+    cupy.cuda.get_current_stream().synchronize()
+
+    def make_plan() -> Any:
+        with cupy.cuda.using_allocator(None):  # memory that nobody used before
+            return cupaged.plan(
+                host.lens, host.tables, slot_mapping=slots, num_splits=num_splits, device="cuda", max_seqs=3, max_tokens=3,
+                max_blocks=5, **SHAPE,
+            )  # fmt: skip
+
+    attending, writing = make_plan(), make_plan()
+    with cupy.cuda.Stream(non_blocking=True):
+        host.check(cupy, cupaged.paged_attention(q, k, v, None, None, plan=attending, num_splits=num_splits))
+        cupaged.write_kv(there, there, k, v, writing.write_slots)
+        reference.write_kv(new, new, host.k, host.v, slots)
+        np.testing.assert_array_equal(cupy.asnumpy(k), host.k)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "k_scale"])
 def test_host_values_of_heads_are_not_captured(cupy: Any, rng: np.random.Generator, name: str) -> None:
     host = Host(rng)
@@ -165,6 +191,15 @@ def test_host_values_of_heads_are_not_captured(cupy: Any, rng: np.random.Generat
         current_backend().launcher.capture(),
     ):
         cupaged.paged_attention(q, k, v, tables, lens, **{name: values})
+
+
+@pytest.mark.gpu
+def test_the_example_of_the_readme_runs(cupy: Any) -> None:
+    page = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python cuda\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["out"].shape == (2, 8, 64) and np.isfinite(cupy.asnumpy(names["lse"])).all()
 
 
 # --------------------------------------------------------------------------------------------------------- foreign arrays

@@ -99,7 +99,9 @@ class Pretend:
 
     def deviceSynchronize(self) -> None:
         self.require(not any(s.recorded is not None for s in self.streams.values()), "deviceSynchronize in a capture")
-        for stream in list(self.streams.values()):
+        for stream in reversed(
+            list(self.streams.values())
+        ):  # the default stream last, which others may not have waited for
             if stream.device == self.current:
                 stream.run(stream.end)
 

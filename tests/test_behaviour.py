@@ -211,7 +211,7 @@ def test_offsets_past_32_bits(device: Device, rng: np.random.Generator) -> None:
         return np.ndarray(shape, np.float16, buffer.data, offset, (stride, 256, 32, 2))
 
     if device.xp is not np:
-        pytest.skip("the device copy would take the whole range: covered by the GPU suite with device memory")
+        pytest.skip("the device copy would take the whole range: tests/test_cupy.py has it for device memory")
     k_cache, v_cache = pages(0), pages(1024)
     k, v = (rng.standard_normal((7, 2, 16)).astype(np.float16) for _ in range(2))
     slots = np.array([4, 5, 6, 7, 0, 1, 2])

@@ -194,6 +194,35 @@ def test_host_values_of_heads_are_not_captured(cupy: Any, rng: np.random.Generat
 
 
 @pytest.mark.gpu
+def test_offsets_past_32_bits(cupy: Any, rng: np.random.Generator) -> None:
+    """Blocks 3 GiB apart: a write, a copy and attention in the last one, 2^31 elements and 2^32 bytes behind the first."""
+    stride = 3 << 30
+    if cupy.cuda.Device().mem_info[0] < 3 * stride:
+        pytest.skip("needs 9 GiB of free device memory")
+    memory = cupy.empty(2 * stride + 8192, np.uint8)
+    k_cache, v_cache = (
+        cupy.ndarray((3, 2, 16, 64), np.float16, memory.data + offset, strides=(stride, 2048, 128, 2))
+        for offset in (0, 4096)
+    )
+    host = Host(rng)
+    k, v = (rng.standard_normal((20, 2, 64)).astype(np.float16) for _ in "kv")
+    slots, tables, lens = np.r_[32:48, 16:20], np.array([[2, 1]], np.int32), np.array([20], np.int32)
+    cupaged.write_kv(cupy.asarray(k), cupy.asarray(v), k_cache, v_cache, slots)
+    reference.write_kv(k, v, host.k, host.v, slots)
+    expected, _ = reference.paged_attention(host.q[:1], host.k, host.v, tables, lens)
+    q = cupy.asarray(host.q[:1])
+    np.testing.assert_allclose(
+        cupy.asnumpy(cupaged.paged_attention(q, k_cache, v_cache, tables, lens)), expected, atol=4e-3
+    )
+    for pages in (k_cache, v_cache):
+        current_backend().copy_blocks(pages, np.array([[2, 0]]))
+    moved = np.array([[0, 1]], np.int32)
+    np.testing.assert_allclose(
+        cupy.asnumpy(cupaged.paged_attention(q, k_cache, v_cache, moved, lens)), expected, atol=4e-3
+    )
+
+
+@pytest.mark.gpu
 def test_the_example_of_the_readme_runs(cupy: Any) -> None:
     page = (Path(__file__).resolve().parent.parent / "README.md").read_text()
     names: dict[str, Any] = {}

@@ -94,7 +94,7 @@ class Pretend:
     def getDeviceProperties(self, device: int) -> dict[str, Any]:
         return {
             "name": b"pretended sm_%d" % self.arch, "multiProcessorCount": self.info.num_sms, "l2CacheSize": self.info.l2_bytes,
-            "major": self.arch // 10, "minor": self.arch % 10, "totalGlobalMem": 4 << 30,
+            "major": self.arch // 10, "minor": self.arch % 10, "totalGlobalMem": 64 << 30,
         }  # fmt: skip
 
     def deviceSynchronize(self) -> None:
@@ -111,7 +111,7 @@ class Pretend:
     # ---------------------------------------------------------------------------------------------------- memory
 
     def memGetInfo(self) -> tuple[int, int]:
-        return 3 << 30, 4 << 30
+        return 60 << 30, 64 << 30
 
     def malloc(self, size: int) -> int:
         return self._allocate(size, DEVICE)
@@ -126,7 +126,7 @@ class Pretend:
         self._release(address, _HOST)
 
     def _allocate(self, size: int, kind: int) -> int:
-        raw = np.full(size + 4096, 0xFF, np.uint8)
+        raw = np.full(size + 4096, 0xFF, np.uint8) if size < 1 << 30 else np.empty(size + 4096, np.uint8)
         address = -(-raw.ctypes.data // 4096) * 4096
         self.memory[address] = raw[address - raw.ctypes.data :][:size], kind, self.current
         return address

@@ -226,6 +226,13 @@ def memory_needed(case: Case) -> int:
     return (_pool_bytes() if case.order else (_copies(case) + 1) * case.kv_bytes) + (1 << 28)
 
 
+def fits(case: Case) -> bool:
+    """Whether the device has the memory free that the case needs."""
+    import cupy
+
+    return memory_needed(case) <= 0.9 * cupy.cuda.Device().mem_info[0]
+
+
 def _pool_bytes() -> int:
     import cupy
 

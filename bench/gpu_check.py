@@ -134,18 +134,17 @@ def run_benchmarks(deadline: float, results: list[dict[str, Any]], save: Callabl
     """Append the result of every case that still fits, and save each; one that fails is reported and the next one runs."""
     import cupy
 
-    from bench.gpu_attention import CASES, compile_kernels, measure, memory_needed
+    from bench.gpu_attention import CASES, compile_kernels, fits, measure, memory_needed
 
     compile_kernels(CASES)
     for case in CASES:
         if time.monotonic() > deadline:
             results.append({"case": case.name, "skipped": "no time left"})
             continue
-        needed, free = memory_needed(case), cupy.cuda.Device().mem_info[0]
-        if needed > 0.9 * free:
-            results.append(
-                {"case": case.name, "skipped": f"needs {needed / 2**30:.1f} GiB, {free / 2**30:.1f} are free"}
-            )
+        if not fits(case):
+            free = cupy.cuda.Device().mem_info[0]
+            needed = f"needs {memory_needed(case) / 2**30:.1f} GiB, {free / 2**30:.1f} are free"
+            results.append({"case": case.name, "skipped": needed})
             continue
         try:
             results.append(measure(case).as_dict())

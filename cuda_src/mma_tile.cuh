@@ -29,14 +29,16 @@ struct RowState {
   float scale[kRowTiles][2];  // of scores; with kScoresAsLogits to units of base 2
   float max[kRowTiles][2];    // of logits, or of the scores in their place; the same in all lanes of a row
   float sum[kRowTiles][2];    // of this lane's keys only
+  float base[kRowTiles][2];   // of probabilities: the largest logit; 0 where it may not be rounded
+  int exact;                  // whether there is no such base
 
   // The largest logit. A product on its own, not fused: it must be the same number wherever it is taken.
   __device__ __forceinline__ float logit(int t, int h, float top) const {
     return kScoresAsLogits ? __fmul_rn(top, scale[t][h]) : top;
   }
   static __device__ __forceinline__ bool rounded(float logit) { return !kScoresAsLogits || fabsf(logit) <= kMostRounded; }
-  __device__ __forceinline__ float probability(int t, int h, float logit, float base) const {
-    return kScoresAsLogits ? exp2_approx(fmaf(logit, scale[t][h], -base)) : exp_above(logit, base);
+  __device__ __forceinline__ float probability(int t, int h, float logit) const {
+    return kScoresAsLogits ? exp2_approx(fmaf(logit, scale[t][h], -base[t][h])) : exp_above(logit, base[t][h]);
   }
   // What sums over the largest logit so far shrink by when it becomes `top`, -inf where there is none.
   __device__ __forceinline__ float shrink(int t, int h, float top) const {
@@ -49,17 +51,18 @@ struct RowState {
 
 // Where this lane's row of an ldmatrix over 16 keys and one or two units lies. Matrices of K, in the order of the operand's
 // registers: (keys 0-7, unit 0), (8-15, 0), (0-7, 1), (8-15, 1). Of V, which is transposed: (0-7, 0), (0-7, 1), (8-15, 0), (8-15,
-// 1).
-__device__ __forceinline__ int k_offset() {
-  const int lane = threadIdx.x % 32;
-  return lane % 16 * kRowBytes + lane / 16 * 16;
-}
-__device__ __forceinline__ int v_offset() {
-  const int lane = threadIdx.x % 32;
-  return (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * 16;
-}
+// 1), but for fp8, where operands are formed anyway, as of K.
+struct TileLane {
+  int k, v;  // from the beginning of the K tile
 
-// S^T = K Q^T. `from`: the K tile + k_offset().
+  __device__ __forceinline__ void open() {
+    const int lane = threadIdx.x % 32;
+    k = lane % 16 * kRowBytes + lane / 16 * 16;
+    v = kTileBytes + (kFp8 ? k : (lane / 16 * 8 + lane % 8) * kRowBytes + lane / 8 % 2 * 16);
+  }
+};
+
+// S^T = K Q^T. `from`: the tile + TileLane::k.
 __device__ __forceinline__ void scores(SharedAddress from, const Query& query, Scores& s) {
 #pragma unroll
   for (int i = 0; i < kGroups; ++i) {
@@ -132,10 +135,42 @@ __device__ __forceinline__ void to_logits(const Params& p, const Row* rows, int 
   }
 }
 
-// The online softmax: logits become probabilities, as B operands of P^T; what was summed before shrinks.
+// A tile with a logit above what its row has seen, or of a row whose base may not be rounded: what was summed shrinks to the new
+// maximum.
+__device__ __forceinline__ void rebase(Scores& s, RowState& state, Sums& sums) {
+  state.exact = 1;
+#pragma unroll
+  for (int t = 0; t < kRowTiles; ++t) {
+    float shrink[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = state.max[t][h];
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) top = fmaxf(top, fmaxf(s[i][t][h], s[i][t][2 + h]));
+#pragma unroll
+      for (int flip = 4; flip < 32; flip *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, flip));
+      shrink[h] = state.shrink(t, h, top);
+      state.max[t][h] = top;
+      state.sum[t][h] *= shrink[h];
+      state.base[t][h] = kScoresAsLogits ? state.logit(t, h, top) : anchor(top);
+      if (!RowState::rounded(state.base[t][h])) {
+        state.base[t][h] = 0.0f, state.exact = 0;
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) s[i][t][h] -= anchor(top), s[i][t][2 + h] -= anchor(top);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kSteps; ++m) {
+#pragma unroll
+      for (int v = 0; v < 4; ++v) sums[m][t][v] *= shrink[v % 2];
+    }
+  }
+}
+
+// The online softmax: logits become probabilities, as B operands of P^T. Lanes compare what they have with the rows' maxima, and
+// only where one is higher do they look for the highest together.
 __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, unsigned (&b)[kGroups][kRowTiles][2]) {
-  float top[kRowTiles][2], base[kRowTiles][2];
-  bool usual = true;
+  bool usual = state.exact != 0;
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
@@ -143,42 +178,17 @@ __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, u
       float x = fmaxf(s[0][t][h], s[0][t][2 + h]);
 #pragma unroll
       for (int i = 1; i < kGroups; ++i) x = fmaxf(x, fmaxf(s[i][t][h], s[i][t][2 + h]));
-#pragma unroll
-      for (int flip = 4; flip < 32; flip *= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, flip));
-      top[t][h] = fmaxf(state.max[t][h], x);
-      base[t][h] = kScoresAsLogits ? state.logit(t, h, top[t][h]) : anchor(top[t][h]);
-      usual &= top[t][h] == state.max[t][h] && RowState::rounded(base[t][h]);
+      usual &= x <= state.max[t][h];
     }
   }
-  if (!__all_sync(kAllLanes, usual)) {
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) {
-      float shrink[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        shrink[h] = state.shrink(t, h, top[t][h]);
-        state.max[t][h] = top[t][h];
-        state.sum[t][h] *= shrink[h];
-        if (!RowState::rounded(base[t][h])) {
-          base[t][h] = 0.0f;
-#pragma unroll
-          for (int i = 0; i < kGroups; ++i) s[i][t][h] -= anchor(top[t][h]), s[i][t][2 + h] -= anchor(top[t][h]);
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kSteps; ++m) {
-#pragma unroll
-        for (int v = 0; v < 4; ++v) sums[m][t][v] *= shrink[v % 2];
-      }
-    }
-  }
+  if (!__all_sync(kAllLanes, usual)) rebase(s, state, sums);
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        s[i][t][v] = state.probability(t, v % 2, s[i][t][v], base[t][v % 2]);
+        s[i][t][v] = state.probability(t, v % 2, s[i][t][v]);
         state.sum[t][v % 2] += s[i][t][v];
       }
       b[i][t][0] = movmatrix_trans(pack(s[i][t][0], s[i][t][1]));
@@ -187,7 +197,7 @@ __device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, u
   }
 }
 
-// O^T += V^T P^T. `from`: the V tile + v_offset(); `last`: + k_offset(), for a last single unit.
+// O^T += V^T P^T. `from`: the tile + TileLane::v; `last`: the V tile + TileLane::k, for a last single unit.
 __device__ __forceinline__ void accumulate(SharedAddress from, SharedAddress last, const unsigned (&b)[kGroups][kRowTiles][2],
                                            Sums& sums) {
 #pragma unroll
@@ -201,14 +211,14 @@ __device__ __forceinline__ void accumulate(SharedAddress from, SharedAddress las
       } else {
         unsigned half[2];
         ldmatrix_x2_trans(half, last + i * 16 * kRowBytes + u * 16);
-        v[0] = half[0], v[2] = half[1];
+        v[0] = half[0], v[kFp8 ? 1 : 2] = half[1];
       }
       if constexpr (kFp8) {
 #pragma unroll
         for (int h = 0; h < (both ? 2 : 1); ++h) {
           unsigned a[4];
-          split_codes(v[h], a[0], a[1]);
-          split_codes(v[h + 2], a[2], a[3]);
+          split_codes(v[2 * h], a[0], a[1]);
+          split_codes(v[2 * h + 1], a[2], a[3]);
 #pragma unroll
           for (int t = 0; t < kRowTiles; ++t) multiply(sums[u + h][t], a, b[i][t][0], b[i][t][1]);
         }
@@ -221,32 +231,32 @@ __device__ __forceinline__ void accumulate(SharedAddress from, SharedAddress las
 }
 
 // One tile of a warp's rows: K at `tile`, V after it. `clean`: every row sees every key.
-__device__ __forceinline__ void attend_tile(const Params& p, SharedAddress tile, const Query& query, const Row* rows, int start,
-                                            bool clean, Mask mapped, RowState& state, Sums& sums) {
+__device__ __forceinline__ void attend_tile(const Params& p, SharedAddress tile, const TileLane& lane, const Query& query,
+                                            const Row* rows, int start, bool clean, Mask mapped, RowState& state, Sums& sums) {
   Scores s;
   unsigned probabilities[kGroups][kRowTiles][2];
-  const int k_lane = k_offset();
-  scores(tile + k_lane, query, s);
+  scores(tile + lane.k, query, s);
   if (clean) {
     to_logits(p, rows, start, true, mapped, state, s);
   } else {
     to_logits(p, rows, start, false, mapped, state, s);
   }
   soften(s, state, sums, probabilities);
-  accumulate(tile + kTileBytes + v_offset(), tile + kTileBytes + k_lane, probabilities, sums);
+  accumulate(tile + lane.v, tile + kTileBytes + lane.k, probabilities, sums);
 }
 
 // ------------------------------------------------------------------------------------------------------- a warp's results
 
 __device__ __forceinline__ void reset(const float* scales, RowState& state, Sums& sums) {
   const int lane = threadIdx.x % 32;
+  state.exact = 1;
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       state.scale[t][h] = scales[t * 8 + lane % 4 * 2 + h] * (kScoresAsLogits ? kLog2e : 1.0f);
       state.max[t][h] = negative_infinity();
-      state.sum[t][h] = 0.0f;
+      state.sum[t][h] = state.base[t][h] = 0.0f;
     }
 #pragma unroll
     for (int m = 0; m < kSteps; ++m) sums[m][t][0] = sums[m][t][1] = sums[m][t][2] = sums[m][t][3] = 0.0f;

@@ -20,17 +20,19 @@ struct PagedKV {
 
   __device__ __forceinline__ int block_of(int token) const { return int((unsigned long long)unsigned(token) * magic >> shift); }
 
-  // The physical block of `token`; negative where it is unmapped. Only columns below seq_len may be asked for.
-  __device__ __forceinline__ int page(int sequence, int token) const {
-    const int column = block_of(token);
+  __device__ __forceinline__ const int* table(int sequence) const { return block_tables + sequence * table_row; }
+
+  // The physical block in `column` of a table; negative where it is unmapped. Only columns below seq_len may be asked for.
+  __device__ __forceinline__ int page_at(const int* table, unsigned column) const {
 #if kDebug
-    if (column >= max_blocks) return -1;
-    const int id = block_tables[sequence * table_row + column];
+    if (column >= unsigned(max_blocks)) return -1;
+    const int id = load_global_4(element(table, column, 4));
     return id >= num_blocks ? -1 : id;
 #else
-    return block_tables[sequence * table_row + column];
+    return load_global_4(element(table, column, 4));
 #endif
   }
+  __device__ __forceinline__ int page(int sequence, int token) const { return page_at(table(sequence), block_of(token)); }
 };
 
 // kBytes from global to shared memory, asynchronously where the hardware can; zeros when not `valid`. Both sides aligned to kBytes.

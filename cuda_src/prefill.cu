@@ -76,6 +76,9 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
     }
   };
 
+  Copier<kThreads> copier;
+  TileLane tile_lane;
+  copier.open(), tile_lane.open();
   int stage = 1, page = page_of(begin);
   place(begin, page);
   page = page_of(begin + 1);
@@ -84,12 +87,13 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
     cp_async_wait<kStages - 2>();
     __syncthreads();  // tile t and the places of tile `ahead` are there; tile t - 1 is no longer read
     if (ahead < end) {
-      unsigned char* to = ring + (stage == 0 ? kStages - 1 : stage - 1) * 2 * kTileBytes;
+      unsigned char* to = ring + (stage == 0 ? kStages - 1 : stage - 1) * 2 * kTileBytes + copier.to;
+      const TokenRows* from = shared().token_rows[ahead & 1] + copier.token;
       const Mask mapped = mapped_of(ahead);
       if (mapped == kFull) {
-        copy_tile<kThreads, true>(to, shared().token_rows[ahead & 1], mapped);
+        copier.copy<true>(to, from, mapped);
       } else {
-        copy_tile<kThreads, false>(to, shared().token_rows[ahead & 1], mapped);
+        copier.copy<false>(to, from, mapped);
       }
     }
     cp_async_commit();
@@ -99,7 +103,7 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
     if (t >= begin && num_rows > 0 && start < high.hi && start + kTokens > low.lo) {
       const Mask mapped = mapped_of(t);
       const bool clean = mapped == kFull && start >= high.lo && start + kTokens <= low.hi;
-      attend_tile(p, ring_address + stage * 2 * kTileBytes, query, rows, start, clean, mapped, state, sums);
+      attend_tile(p, ring_address + stage * 2 * kTileBytes, tile_lane, query, rows, start, clean, mapped, state, sums);
     }
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }

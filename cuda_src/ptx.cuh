@@ -150,6 +150,19 @@ __device__ __forceinline__ float rcp_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// p + index * bytes, the product added as it is formed. Bytes below 2^32, or any.
+template <class T>
+__device__ __forceinline__ const T* element(const T* p, unsigned index, unsigned bytes) {
+  const T* q;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(q) : "r"(index), "r"(bytes), "l"(p));
+  return q;
+}
+template <class T>
+__device__ __forceinline__ const T* far_element(const T* p, long long index, long long bytes) {
+  const T* q;
+  asm("mad.lo.s64 %0, %1, %2, %3;" : "=l"(q) : "l"(index), "l"(bytes), "l"(p));
+  return q;
+}
 // The low and the high half of a register, which many instructions can name without moving them.
 __device__ __forceinline__ void split_halves(unsigned x, unsigned short& low, unsigned short& high) {
   asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(x));

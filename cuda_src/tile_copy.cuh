@@ -2,9 +2,9 @@
 //
 // Layout     A tile is kTokens rows of K and after them kTokens rows of V. Rows are padded to an odd number of 16-byte units, so
 //            that the 8 rows of an ldmatrix touch all 32 banks: with head_dim 128 and 16-bit pages 17 units, 272 bytes.
-// Threads    Whoever fetched a token's page id leaves the addresses of its rows in shared memory (TokenRows). A power of two of
-//            lanes copies a row, some perhaps idle: each keeps its place in rows, and addresses advance by constants. With
-//            head_dim 80 and 16-bit pages a row is 10 pieces for 16 lanes, 6 of them idle, and a warp copies 2 rows at a time.
+// Threads    Whoever fetched a token's page id leaves the addresses of its rows in shared memory (TokenRows). Up to 8 lanes copy a
+//            row, 128 bytes at once: each keeps its place in rows, adds it to a row's address once, and goes on by constants. With
+//            head_dim 80 and 16-bit pages a row is 10 pieces, two steps of 8 lanes, and a warp copies 4 rows at a time.
 // Not here   When tiles are fetched and waited for: decode_mma.cu, prefill.cu.
 #pragma once
 #include "work.cuh"
@@ -30,45 +30,85 @@ struct alignas(16) TokenRows {  // where a token's key and value begin
   const unsigned char *k, *v;
 };
 
-// One tile, K and after it V, of the tokens that `rows` tells of, by kCopiers threads; zeros where `mapped` has no bit.
-template <int kCopiers, bool kAll>
-__device__ __forceinline__ void copy_tile(unsigned char* tile, const TokenRows* rows, Mask mapped) {
-  constexpr int kPieces = kHeadBytes / kVec;
-  constexpr int kLanes = kPieces > 16 ? 32 : kPieces > 8 ? 16 : kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
-  constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
-  constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce;
-  constexpr int kMost = kVec < 4 ? 1 : kCopiers > 32 ? 4 : 8;  // addresses at once: a prefill has few registers to spare
-  constexpr int kBatch = kRounds < kMost ? kRounds : kMost;
+// x, in a register: a value that comes from a shuffle the compiler cannot form anew for every tile, as it would to save registers
+// that are not needed.
+template <class T>
+__device__ __forceinline__ T kept(T x) {
+  return __shfl_sync(kAllLanes, x, threadIdx.x % 32);
+}
+
+template <class T>
+__device__ __forceinline__ const T* kept_pointer(const T* x) {
+  return reinterpret_cast<const T*>(kept(reinterpret_cast<unsigned long long>(x)));
+}
+
+// Whether a row's bytes have addresses alike in their high 32 bits.
+__device__ __forceinline__ bool within_4_gib(const unsigned char* row) {
+  return unsigned(reinterpret_cast<unsigned long long>(row)) <= 0u - kHeadBytes;
+}
+
+// row + offset, where no carry leaves the low 32 bits: one addition in place of two.
+__device__ __forceinline__ const unsigned char* add_within_4_gib(const unsigned char* row, unsigned offset) {
+  const auto address = reinterpret_cast<unsigned long long>(row);
+  return reinterpret_cast<const unsigned char*>(address >> 32 << 32 | (unsigned(address) + offset));
+}
+
+// One of kCopiers threads that copy tiles.
+template <int kCopiers>
+struct Copier {
+  static constexpr int kPieces = kHeadBytes / kVec;
+  static constexpr int kLanes = kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
+  static constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
+  static constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce;
+  static constexpr int kMost = kVec < 4 ? 1 : kCopiers > 32 ? 4 : 8;  // addresses at once: a prefill has few registers to spare
+  static constexpr int kBatch = kRounds < kMost ? kRounds : kMost;
   // Where 8 lanes write several rows at once, rows kLanes apart: the rest of an odd stride then keeps them on different banks.
-  constexpr int kTogether = kVec == 16 && kLanes < 8 ? 8 / kLanes : 1;
-  const int nth = threadIdx.x % kCopiers / kLanes, lane = threadIdx.x % kLanes;
-  const int first_token = kTogether == 1 ? nth : nth / 8 * 8 + nth % kTogether * kLanes + nth / kTogether % kLanes;
-  unsigned char* to = tile + first_token * kRowBytes + lane * kVec;
-  const SharedAddress address = shared_address(to);
+  static constexpr int kTogether = kVec == 16 && kLanes < 8 ? 8 / kLanes : 1;
+
+  int token;       // the first in a tile that this thread copies
+  unsigned piece;  // where its first piece begins, in a row
+  unsigned to;     // and in a tile
+
+  __device__ __forceinline__ void open() {
+    const int nth = threadIdx.x % kCopiers / kLanes;
+    token = kTogether == 1 ? nth : nth / 8 * 8 + nth % kTogether * kLanes + nth / kTogether % kLanes;
+    piece = threadIdx.x % kLanes * kVec;
+    to = token * kRowBytes + piece;
+  }
+
+  // One tile, K and after it V; zeros where `mapped` has no bit. `rows`: the first of this thread's tokens, `pointer`: where its
+  // first piece goes. kNear: all rows are within_4_gib.
+  template <bool kAll, bool kNear = false>
+  __device__ __forceinline__ void copy(unsigned char* pointer, const TokenRows* rows, Mask mapped) const {
+    const SharedAddress address = shared_address(pointer);
 #pragma unroll
-  for (int first = 0; first < kRounds; first += kBatch) {
-    TokenRows from[kBatch];  // all before the first copy: a load from shared memory between copies waits for them
+    for (int first = 0; first < kRounds; first += kBatch) {
+      TokenRows from[kBatch];  // all before the first copy: a load from shared memory between copies waits for them
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int token = (first + j) * kAtOnce + first_token;
-      if (first + j < kRounds) from[j] = load_as<TokenRows>(rows + (kTokens % kAtOnce == 0 ? token : min(token, kTokens - 1)));
-    }
+      for (int j = 0; j < kBatch; ++j) {
+        const int ahead = (first + j) * kAtOnce;
+        if (first + j < kRounds)
+          from[j] = load_as<TokenRows>(rows + (kTokens % kAtOnce == 0 ? ahead : min(ahead, kTokens - 1 - token)));
+      }
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int token = (first + j) * kAtOnce + first_token;
+      for (int j = 0; j < kBatch; ++j) {
+        const int at = (first + j) * kAtOnce + token;
+        const unsigned char* k = kNear ? add_within_4_gib(from[j].k, piece) : from[j].k + piece;
+        const unsigned char* v = kNear ? add_within_4_gib(from[j].v, piece) : from[j].v + piece;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int piece = i * kLanes + lane, offset = (first + j) * kAtOnce * kRowBytes + i * kLanes * kVec;
-        const bool real = (kPerLane * kLanes == kPieces || piece < kPieces) && (kTokens % kAtOnce == 0 || token < kTokens);
-        if (first + j < kRounds && real) {
-          const bool valid = kAll || mapped >> token & 1;
-          copy_piece<kVec>(address + offset, to + offset, from[j].k + piece * kVec, valid);
-          copy_piece<kVec>(address + kTileBytes + offset, to + kTileBytes + offset, from[j].v + piece * kVec, valid);
+        for (int i = 0; i < kPerLane; ++i) {
+          const int step = i * kLanes * kVec, offset = (first + j) * kAtOnce * kRowBytes + step;
+          const bool real = (kPerLane * kLanes == kPieces || piece + step < kHeadBytes) && (kTokens % kAtOnce == 0 || at < kTokens);
+          if (first + j < kRounds && real) {
+            const bool valid = kAll || mapped >> at & 1;
+            copy_piece<kVec>(address + offset, pointer + offset, k + step, valid);
+            copy_piece<kVec>(address + kTileBytes + offset, pointer + kTileBytes + offset, v + step, valid);
+          }
         }
       }
     }
   }
-}
+};
 
 // fp8 rows of head_dim 8 more than a multiple of 16 end inside a unit; what no copy writes must be zeros. For a ring of tiles, by
 // the block's threads.

@@ -127,6 +127,20 @@ def test_a_rising_maximum_rescales_what_was_summed(rng: np.random.Generator) -> 
     assert_close(case, *run(case), tensor_cores=True)
 
 
+@pytest.mark.parametrize("side", ["k_cache", "v_cache"])
+def test_a_row_may_lie_across_an_address_that_2_to_the_32_divides(side: str, rng: np.random.Generator) -> None:
+    # elsewhere the offset of a piece of a row is added to the low half of its address; memory around is never touched
+    case = make_case(rng, seq_lens=[256], num_kv_heads=1, group=4, head_dim=64, block_size=16, dtype="float16")
+    cache = getattr(case, side)
+    buffer = np.empty(2**32 + 2 * cache.nbytes, np.uint8)
+    row = int(case.block_tables[0, 9]) * 16 + 5
+    start = -(buffer.ctypes.data + cache.nbytes) % 2**32 + cache.nbytes - row * 128 - 48
+    moved = np.ndarray(cache.shape, cache.dtype, buffer.data, start)
+    moved[...] = cache
+    assert (moved.ctypes.data + row * 128 + 48) % 2**32 == 0
+    assert_close(case, *run(behaviour.replace(case, **{side: moved})), tensor_cores=True)
+
+
 def test_what_takes_how_many_rows() -> None:
     info = simt_device.backend(90).launcher.info
     names = lambda **how: [c.kernel for c in attention_kernels(info, 64, **how)]  # noqa: E731

@@ -27,7 +27,7 @@ from .checks import (
     stacked,
 )  # fmt: skip
 from .plan import Plan
-from .recent_plan import recent_plan
+from .recent_plan import last_call, recent_plan
 
 
 def paged_attention(
@@ -93,8 +93,11 @@ def paged_attention(
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
     plain = lse is None and alibi_slopes is None and sinks is None and not return_lse
-    if plain and plan is not None and plan.repeated is not None:
-        result = plan.repeated.repeat(
+    repeated = None
+    if plain:
+        repeated = last_call(block_tables, seq_lens, query_start_loc) if plan is None else plan.repeated
+    if repeated is not None:
+        result = repeated.repeat(
             q, k_cache, v_cache, out, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix, k_scale, v_scale
         )  # fmt: skip
         if result is not None:
@@ -105,7 +108,6 @@ def paged_attention(
         q, k_cache, v_cache, out, lse, return_lse, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix,
         k_scale, v_scale, alibi_slopes is not None,
     )  # fmt: skip
-    planned = plan is not None
     if plan is None:
         metadata, plan = _unplanned(q, form, block_tables, seq_lens, query_start_loc)
     else:
@@ -118,7 +120,7 @@ def paged_attention(
     )
     run_attention(call)
     options = layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix, k_scale, v_scale
-    if plain and planned and len(q) and cannot_change(*options):
+    if plain and plan is not None and len(q) and cannot_change(*options):
         _repeat(call, given, options)
     return (call.out, call.lse) if return_lse else call.out
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .call_form import Form, remember
+from .call_form import Form, RepeatedCall, remember
 from .plan import Plan, check_metadata, host_int32
 
 
@@ -22,15 +22,27 @@ class _Known(NamedTuple):
     starts: bytearray | None  # None: one query a sequence
     plan: Plan
 
+    def holds(self, tables: Any, lens: Any, starts: Any | None) -> bool:
+        """Whether these contiguous int32 arrays are what was planned; of a bytearray, == compares bytes."""
+        return bool(
+            self.lens == lens
+            and self.shape == tables.shape
+            and (self.starts is None) == (starts is None)
+            and (starts is None or self.starts == starts)
+            and self.tables == tables
+        )
+
 
 class _Recent(threading.local):
     """Of one thread: a backend fills a plan's buffers on the current stream, and only the thread's own calls come after that."""
 
     def __init__(self) -> None:
         self.plans: dict[Any, _Known] = {}
+        self.last: _Known | None = None  # the one that was asked for last
 
 
 _recent = _Recent()
+_INT32 = np.dtype(np.int32)
 
 
 def recent_plan(form: Form, block_tables: Any, seq_lens: Any, query_start_loc: Any | None) -> Plan:
@@ -40,14 +52,8 @@ def recent_plan(form: Form, block_tables: Any, seq_lens: Any, query_start_loc: A
     o = form.options
     key = (form.block_size, form.num_blocks, o.window, o.chunk)
     known = _recent.plans.get(key)
-    if (
-        known is not None
-        and known.lens == lens  # of a bytearray, == compares bytes
-        and known.shape == tables.shape
-        and (known.starts is None) == (starts is None)
-        and (starts is None or known.starts == starts)
-        and known.tables == tables
-    ):
+    if known is not None and known.holds(tables, lens, starts):
+        _recent.last = known
         return known.plan
     plan = check_metadata(
         tables, lens, starts, block_size=form.block_size, num_blocks=form.num_blocks, window=o.window, chunk=o.chunk
@@ -58,5 +64,23 @@ def recent_plan(form: Form, block_tables: Any, seq_lens: Any, query_start_loc: A
         plan.seq_lens = np.frombuffer(kept[1], np.int32)
         if kept[2] is not None:
             plan.query_start_loc = np.frombuffer(kept[2], np.int32)
-        remember(_recent.plans, key, _Known(tables.shape, *kept, plan), 8)  # one for each window of a model's layers
+        known = _recent.last = _Known(tables.shape, *kept, plan)
+        remember(_recent.plans, key, known, 8)  # one for each window of a model's layers
     return plan
+
+
+def last_call(block_tables: Any, seq_lens: Any, query_start_loc: Any | None) -> RepeatedCall | None:
+    """What can be repeated of this thread's last call without a plan, if that came with the same metadata. Raises nothing."""
+    known = _recent.last
+    if known is None or known.plan.repeated is None or not (_comparable(block_tables) and _comparable(seq_lens)):
+        return None
+    if seq_lens.ndim != 1 or not (
+        query_start_loc is None or (_comparable(query_start_loc) and query_start_loc.ndim == 1)
+    ):
+        return None
+    call: RepeatedCall = known.plan.repeated
+    return call if known.holds(block_tables, seq_lens, query_start_loc) else None
+
+
+def _comparable(x: Any) -> bool:
+    return type(x) is np.ndarray and x.dtype is _INT32 and x.flags.c_contiguous

@@ -315,7 +315,7 @@ ON_THE_HOST = {**FIRST, "planned": "for any options"}
 
 
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("base", [{}, {"layout": "NHD", "kv": "fp8_e4m3", "out": False}], ids=str)
+@pytest.mark.parametrize("base", [{}, {"layout": "NHD", "kv": "fp8_e4m3", "out": False}, {"planned": False}], ids=str)
 def test_one_field_of_a_call_on_the_cpu_changes_and_changes_back(
     monkeypatch: pytest.MonkeyPatch, field: str, base: dict[str, Any]
 ) -> None:

@@ -2,9 +2,9 @@
 
     make gpu-check PYTHON=python3 OUT=results        (or: OUT=results python -m bench.gpu_check)
 
-Needs an environment with CuPy for CUDA 12 or 13, pytest and hypothesis; nothing is installed. Writes to the folder OUT (default
-"gpu-check"): gpu-check.json (device, versions, tests, every figure), gpu-check.txt (a short table), gpu-tests.txt (the tests' output).
-Tests run first; benchmarks run whatever the tests say, as many as the time allows. Ends with status 0 when all tests passed and no
+Needs an environment with CuPy for CUDA 12 or 13, pytest and hypothesis, and pytest-xdist for the tests to end in their time; nothing
+is installed. Writes to the folder OUT (default "gpu-check"), as far as it got: gpu-check.json (device, versions, tests, every figure),
+gpu-check.txt (a short table), gpu-tests.txt (the tests' output). Tests run first; benchmarks run whatever the tests say, as many as the time allows. Ends with status 0 when all tests passed and no
 benchmark failed, 1 otherwise, 2 without a GPU.
 """
 
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -108,17 +109,17 @@ def run_tests(log: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", *options, "tests"]
     start = time.monotonic()
     with log.open("w") as file:
-        tests = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        tests = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = tests.wait(TEST_SECONDS)
         except subprocess.TimeoutExpired:
             status = 124
             tests.send_signal(signal.SIGINT)  # pytest says what it knows by then
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 tests.wait(15)
-            except subprocess.TimeoutExpired:
-                tests.kill()
-                tests.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(tests.pid, signal.SIGKILL)  # workers too: a kernel that hangs would disturb the benchmarks
+            tests.wait()
     lines = log.read_text(errors="replace").splitlines()
     counts = [line for line in lines if re.search(r"\d+ (passed|failed|error|skipped|deselected)", line)]
     summary = (counts or lines or ["no output"])[-1].strip("= ")

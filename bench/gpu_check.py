@@ -4,8 +4,8 @@
 
 Needs an environment with CuPy for CUDA 12 or 13, pytest and hypothesis, and pytest-xdist for the tests to end in their time; nothing
 is installed. Writes to the folder OUT (default "gpu-check"), as far as it got: gpu-check.json (device, versions, tests, every figure),
-gpu-check.txt (a short table), gpu-tests.txt (the tests' output). Tests run first; benchmarks run whatever the tests say, as many as the time allows. Ends with status 0 when all tests passed and no
-benchmark failed, 1 otherwise, 2 without a GPU.
+gpu-check.txt (a short table), gpu-tests.txt (the tests' output). Tests run first; benchmarks run whatever the tests say, as many as the
+time allows. Ends with status 0 when all tests passed and no benchmark failed, 1 otherwise, 2 without a GPU.
 """
 
 from __future__ import annotations

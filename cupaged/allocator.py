@@ -27,6 +27,7 @@ from .invariants import check
 from .leaving import check_horizon, cut
 from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache
+from .prompts import Prompts
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows, View
 from .sharing import fork, reorder
@@ -93,7 +94,10 @@ class BlockAllocator:
             self._companions = Companions(self._cache, self.groups)
             self._cache.companions = True
         per = self.block_size // self.kernel_block_size
-        self._growth = Growth(self._requests, self.pool, self._cache, self._companions, per)
+        self._prompts: Prompts | None = None
+        if self._cache:
+            self._prompts = Prompts(self.pool, self._cache, self._companions, len(self.groups))
+        self._growth = Growth(self._requests, self.pool, self._cache, per)
         host_blocks = integer(host_blocks, "host_blocks", 0)
         self._preemption = Preemption(
             self._requests, self.pool, self._cache, self._companions, self._growth, host_blocks
@@ -186,11 +190,12 @@ class BlockAllocator:
         row = requests.vacant(1)
         count, tokens = new_tokens(n, token_ids)
         root = self._cache.roots.find(extra_key) if self._cache else 0
-        if self._cache is None or tokens is None:
+        if self._prompts is None or tokens is None:
             step = self._growth.extend(row, np.zeros(1, np.int64), count, self._reserve)
             requests.known[row] = 0
         else:
-            step = self._growth.attach(row, root, tokens, int(count[0]), self._reserve)
+            found = self._prompts.find(root, tokens, int(count[0]), self._reserve)
+            step = self._growth.attach(row, root, found, len(tokens))
         if self._cache:
             requests.root[row] = self._cache.root(extra_key, requests.root)
         requests.bind([id], row)
@@ -205,11 +210,11 @@ class BlockAllocator:
     ) -> bool:
         """Whether `add_request` with these arguments would find its blocks now, cached ones and the watermark counted; changes nothing."""
         root, count, tokens = self._wanted(n, token_ids=token_ids, extra_key=extra_key)
-        if tokens is None:
+        if self._prompts is None or tokens is None:
             needed = -(-count // self.block_size) * len(self.groups)
             return needed == 0 or needed + self._reserve <= self.num_free
         try:
-            self._growth.look_up(root, tokens, count, self._reserve)
+            self._prompts.find(root, tokens, count, self._reserve)
         except OutOfBlocks:
             return False
         return True
@@ -260,10 +265,10 @@ class BlockAllocator:
         self._growth.rehearse(rehearsal, plan, selected, lengths)
         for arguments in calls:
             root, count, tokens = self._wanted(**arguments)
-            if tokens is None:
+            if self._prompts is None or tokens is None:
                 rehearsal.take(-(-count // self.block_size) * len(self.groups), np.zeros(0, np.int64))
             else:
-                self._growth.rehearse_attach(rehearsal, root, tokens, count, self._reserve)
+                self._prompts.rehearse(rehearsal, root, tokens, count, self._reserve)
         self._preemption.rehearse(rehearsal, returning)
         return max(self.num_free - rehearsal.num_free, 0)
 
@@ -439,10 +444,10 @@ class BlockAllocator:
         token_ids: npt.ArrayLike | None = None,
         extra_key: Hashable | Mapping[str, Hashable] = None,
     ) -> tuple[int, int, Tokens | None]:
-        """Root, number of new tokens at most, and tokens to look for (None: no lookup) of a new request."""
+        """Root, number of new tokens at most, and tokens, if given, of a new request."""
         count, tokens = new_tokens(n, token_ids)
         root = self._cache.roots.find(extra_key) if self._cache else 0
-        return root, int(count[0]), tokens if self._cache else None
+        return root, int(count[0]), tokens
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:
         """Unmap and release the blocks behind `lengths`, row after row and in a row group after group."""

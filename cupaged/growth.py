@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arguments import Tokens
 from .block_pool import BlockPool, Ints
-from .companions import Companions
 from .decode_step import DecodeStep
 from .errors import OutOfBlocks
 from .free_queues import Blocks
 from .leaving import Leaving, find_leaving
 from .prefix_cache import PrefixCache
+from .prompts import Attachment
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows
 from .steps import Step, write_slots
@@ -43,20 +42,6 @@ class Plan:
         return self.leaving.freed if self.leaving else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Attachment:
-    """What the prefix cache has for a new request."""
-
-    hits: list[Ints]  # of each group: blocks that are equal as a whole, up to the column where new blocks begin
-    columns: int  # that column
-    source: int  # the block that goes on equal for some tokens, -1: none
-    common: int  # how many
-    held: Ints  # all of them
-    fresh: int  # blocks to take
-    cached: int  # tokens found
-    total: int  # tokens of the request, found or with new slots
-
-
 class Growth:
     """Extends rows of `requests` with blocks of `pool`, and numbers the steps, which speak of kernel blocks: `per` of them make a block.
 
@@ -64,10 +49,8 @@ class Growth:
     its blocks, group after group, in a group the block for a copy before those for growth.
     """
 
-    def __init__(
-        self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, companions: Companions | None, per: int
-    ) -> None:
-        self._requests, self._pool, self._cache, self._companions = requests, pool, cache, companions
+    def __init__(self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, per: int) -> None:
+        self._requests, self._pool, self._cache = requests, pool, cache
         self._groups, self._per = requests.groups, per
         self._limited = any(tables.limited for tables in requests.groups)
         self._no_copying = [_NO_COPYING] * len(self._groups)
@@ -159,37 +142,6 @@ class Growth:
         requests.lengths[rows] = plan.total
         return self._finish(steps, plan, lengths, counts)
 
-    def look_up(
-        self, root: int, tokens: Tokens, n: int, reserve: int, rehearsal: Rehearsal | None = None
-    ) -> Attachment:
-        """What a new request of `tokens` can have from the cache when up to `n` others get slots; changes nothing.
-
-        With a `rehearsal`, after the calls that were rehearsed. Raises OutOfBlocks when there are too few blocks beside `reserve`.
-        """
-        pool, cache, size = rehearsal or self._pool, self._cache, self.block_size
-        assert cache is not None
-        most = max(len(tokens) - 1, 0)  # one token at least is left to compute
-        gone = rehearsal.gone if rehearsal else None
-        matched, source, common = cache.match(root, tokens, most, gone)
-        hits, columns = [matched], len(matched)
-        if self._companions:  # no other group can go on in the middle of a block
-            (hits, columns), source = self._companions.serve(matched, tokens, gone), -1
-        if not n:
-            source = -1  # a copy takes a block, and without new tokens none is taken
-        while True:
-            cached = columns * size + (common if source >= 0 else 0)
-            total = min(len(tokens), cached + n)
-            fresh = (-(-total // size) - columns) * len(self._groups)
-            whole = hits[0] if len(hits) == 1 else np.concatenate(hits)
-            held = whole if source < 0 else np.append(whole, source)
-            needed = fresh + int(np.count_nonzero(pool.ref_count.take(whole) == 0))
-            idle = needed - fresh if source < 0 else int(np.count_nonzero(pool.ref_count.take(held) == 0))
-            if (not needed or needed + reserve <= pool.num_free) and fresh + idle <= pool.num_free:
-                return Attachment(hits, columns, source, common, held, fresh, cached, total)
-            if source < 0:
-                raise OutOfBlocks(needed, max(pool.num_free - reserve, 0))
-            source = -1  # without the block that was to be copied, it may be enough
-
     def rehearse(self, rehearsal: Rehearsal, plan: Plan, rows: Ints, lengths: Ints) -> None:
         """Note what `extend`, of which this is the plan, would do."""
         if plan.leaving:
@@ -202,22 +154,10 @@ class Growth:
             in_place[copying] = False
             rehearsal.gone[tables.at(rows[in_place], plan.column[in_place])] = True
 
-    def rehearse_attach(self, rehearsal: Rehearsal, root: int, tokens: Tokens, n: int, reserve: int) -> None:
-        """Note what `attach` would do; where it would raise, only how many blocks it needs."""
-        try:
-            found = self.look_up(root, tokens, n, reserve, rehearsal)
-        except OutOfBlocks as error:
-            rehearsal.num_free -= error.needed
-            return
-        rehearsal.take(found.fresh, found.held)
-        if found.source >= 0:
-            rehearsal.release(found.source)
-
-    def attach(self, row: Ints, root: int, tokens: Tokens, n: int, reserve: int) -> Step:
-        """The first tokens of a new row: those that the cache has, and slots for up to `n` of the others; leaves `reserve` blocks free."""
+    def attach(self, row: Ints, root: int, found: Attachment, num_tokens: int) -> Step:
+        """The first tokens of a new row: what was found of its `num_tokens`, and slots for more."""
         requests, pool, cache, size = self._requests, self._pool, self._cache, self.block_size
         assert cache is not None
-        found = self.look_up(root, tokens, n, reserve)
         cached, total = found.cached, found.total
         if total > MAX_TOKENS:
             raise ValueError(f"token_ids: a sequence holds at most 2**31 - 1 tokens, not {total}")
@@ -242,7 +182,7 @@ class Growth:
             cache.write(blocks[:1].astype(np.int64), np.array([found.common]))
             pool.release([found.source])
             self.copies += 1
-        cache.queried_tokens += len(tokens)
+        cache.queried_tokens += num_tokens
         cache.hit_tokens += cached
         requests.lengths[row], requests.known[row], requests.root[row] = total, cached, root
         before, counts = np.array([cached]), np.array([total - cached])

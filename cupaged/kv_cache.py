@@ -57,16 +57,12 @@ class KVCache:
         host_blocks: int = 0,
         groups: Iterable[Group] | None = None,
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-        }
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-                raise ValueError(f"{name}: expected an integer of at least 1, got {size!r}")
+        # ints from now on: products of a NumPy integer's own width overflow
+        self.num_layers = num_layers = integer(num_layers, "num_layers", 1)
+        self.num_blocks = integer(num_blocks, "num_blocks", 1)
+        self.block_size = integer(block_size, "block_size", 1)
+        self.num_kv_heads = integer(num_kv_heads, "num_kv_heads", 1)
+        self.head_dim = integer(head_dim, "head_dim", 1)
         if head_dim % 8 or head_dim > 256:
             raise ValueError(
                 f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad the heads with zeros"
@@ -81,8 +77,6 @@ class KVCache:
         if not isinstance(dtype, str):
             raise TypeError(f"dtype: expected the name of a dtype, such as 'float16', got {dtype!r}")
         self.host_blocks = integer(host_blocks, "host_blocks", 0)
-        self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.groups = [Group(range(num_layers))] if groups is None else checked(groups)
         self._own_groups = groups is not None
         named = sorted(layer for group in self.groups for layer in group.layers)

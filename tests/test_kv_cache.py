@@ -43,6 +43,14 @@ def test_a_slot_of_all_layers_takes_what_the_sizes_say() -> None:
     assert [blocks_for(n, **sizes) for n in (per_block - 1, per_block, 10 * per_block)] == [0, 1, 10]
 
 
+def test_sizes_may_be_integers_of_numpy() -> None:
+    sizes = np.array([80, 2**20, 1024, 64, 128], np.int32)
+    cache = KVCache(*sizes, dtype="float16", device="cpu")  # nothing is written, so no memory is taken
+    assert cache.bytes_per_block == 2 * 80 * 64 * 1024 * 128 * 2
+    small = small_cache(num_blocks=np.int8(100), block_size=np.int8(16), head_dim=np.int8(64))
+    assert small.pool.shape == (100, 2, 2, 2, 16, 64) and small.pool.nbytes == 100 * small.bytes_per_block
+
+
 def test_one_block_of_all_layers_is_one_contiguous_piece() -> None:
     assert small_cache().pool[3].flags.c_contiguous
     k_cache, v_cache = small_cache(order="layer").layer(1)
@@ -296,7 +304,6 @@ def test_a_step_of_another_geometry_is_refused() -> None:
     ("changes", "message"),
     [
         ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
-        ({"num_blocks": 2.0}, "num_blocks: expected an integer of at least 1, got 2.0"),
         ({"head_dim": 12}, "head_dim: expected a multiple of 8 from 8 to 256, got 12"),
         ({"layout": "classic"}, "layout: expected one of HND, NHD, got 'classic'"),
         ({"order": "block"}, "order: expected one of page, layer, got 'block'"),
@@ -312,6 +319,7 @@ def test_bad_sizes_are_refused_at_construction(changes: dict[str, Any], message:
 def test_arguments_of_another_type_are_refused() -> None:
     cache = small_cache()
     for call, message in (
+        (lambda: small_cache(num_blocks=2.0), "num_blocks: expected an integer, got 2.0"),
         (lambda: small_cache(dtype=np.float32), "dtype: expected the name of a dtype, such as 'float16', got <class"),
         (lambda: cache.begin(None), "step: expected the Step that a BlockAllocator gave, got NoneType"),  # type: ignore[arg-type]
         (lambda: cache.layer("0"), "layer: expected an integer, got '0'"),  # type: ignore[arg-type]

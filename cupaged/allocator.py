@@ -81,11 +81,12 @@ class BlockAllocator:
                 raise ValueError(
                     f"kernel_block_size: expected a divisor of block_size = {self.block_size}, got {kernel_block_size}"
                 )
-            if self.num_blocks * (self.block_size // self.kernel_block_size) >= 2**31:
-                raise ValueError(
-                    f"kernel_block_size: expected at most 2**31 - 1 kernel blocks, got {self.num_blocks} blocks of "
-                    f"{self.block_size // self.kernel_block_size}; make it larger"
-                )
+        per, host_blocks = self.block_size // self.kernel_block_size, integer(host_blocks, "host_blocks", 0, 2**31 - 1)
+        if max(self.num_blocks, host_blocks) * per >= 2**31:
+            raise ValueError(
+                f"kernel_block_size: expected at most 2**31 - 1 kernel blocks, got {max(self.num_blocks, host_blocks)} blocks of {per}; "
+                "make it larger"
+            )
         self.groups = checked(groups)
         self._requests = Rows(self.block_size, self.groups)
         self._cache = PrefixCache(self.pool, self.block_size, record_events) if prefix_caching else None
@@ -93,12 +94,10 @@ class BlockAllocator:
         if self._cache and (len(self.groups) > 1 or self.groups[0].limited):
             self._companions = Companions(self._cache, self.groups)
             self._cache.companions = True
-        per = self.block_size // self.kernel_block_size
         self._prompts: Prompts | None = None
         if self._cache:
             self._prompts = Prompts(self.pool, self._cache, self._companions, len(self.groups))
         self._growth = Growth(self._requests, self.pool, self._cache, per)
-        host_blocks = integer(host_blocks, "host_blocks", 0)
         self._preemption = Preemption(
             self._requests, self.pool, self._cache, self._companions, self._growth, host_blocks
         )

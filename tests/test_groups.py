@@ -301,6 +301,8 @@ def test_kernel_blocks_past_int32_are_refused() -> None:
         ValueError, match=r"kernel_block_size: expected at most 2\*\*31 - 1 kernel blocks, got 1048576 blocks of 2048"
     ):
         BlockAllocator(2**20, 4096, kernel_block_size=2)
+    with pytest.raises(ValueError, match=r"got 2097152 blocks of 1024; make it larger"):
+        BlockAllocator(2**20, 4096, kernel_block_size=4, host_blocks=2**21)
     alloc = BlockAllocator(2**20, 4096, kernel_block_size=4)
     alloc.pool.take(2**20 - 1)
     step = alloc.add_request("A", 4095)

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -61,6 +62,9 @@ class NoLauncher:
 
     def capturing(self) -> bool:
         return False
+
+    def device(self) -> nullcontext[None]:
+        return nullcontext()
 
     def stream(self) -> int:
         return 0

@@ -113,13 +113,15 @@ class DeviceWork:
     @property
     def slot_mapping(self) -> Array:
         """`[num_tokens]` int64 on the device; `[max_tokens]`, padded with -1, with bounds."""
-        self.arrive()
+        with self._launcher.device():
+            self.arrive()
         start = self.offsets["slot_mapping"]
         return self.buffer[start : start + 8 * self.sizes.slots].view(np.int64)
 
     def update(self, plan: Plan) -> None:
         """Refill the buffer on the current stream for the plan's present metadata, which lie within the bounds."""
-        self._fill(plan, self._schedules(plan, tuple(part.config for part in self.parts)))
+        with self._launcher.device():
+            self._fill(plan, self._schedules(plan, tuple(part.config for part in self.parts)))
 
     def _schedules(self, plan: Plan, kernels: tuple[KernelConfig, ...]) -> list[Schedule]:
         o, shared = self.options, self.shared

@@ -85,6 +85,9 @@ class Launcher(Protocol):
     def synchronize(self, event: Any) -> None:
         """The host waits for `event`."""
 
+    def device(self) -> AbstractContextManager[Any]:
+        """Makes the device current for the length of a `with` block."""
+
     def stream(self) -> int:
         """A key of the current stream, for caches that must not be shared between streams."""
 
@@ -156,6 +159,10 @@ class CupyLauncher:
 
     def synchronize(self, event: Any) -> None:
         event.synchronize()
+
+    def device(self) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = self._device
+        return found
 
     def stream(self) -> int:
         return int(self._cupy.cuda.get_current_stream().ptr)

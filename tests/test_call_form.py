@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +74,9 @@ class Recorder:
 
     def capturing(self) -> bool:
         return False
+
+    def device(self) -> nullcontext[None]:
+        return nullcontext()
 
     def stream(self) -> int:
         return 0

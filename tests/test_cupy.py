@@ -291,6 +291,25 @@ def test_attention_follows_its_arrays_to_their_device(
 
 
 @pytest.mark.gpu
+def test_a_plan_is_updated_on_its_own_device(cupy: Any, elsewhere: Any, rng: np.random.Generator) -> None:
+    host = Host(rng)
+    alloc = cupaged.BlockAllocator(20, 16)
+    step = alloc.add_request("a", 40)
+    with elsewhere:
+        q, k, v = map(cupy.asarray, (host.q[:1], host.k, host.v))
+        plan = cupaged.plan(
+            step.seq_lens, step.block_tables, slot_mapping=np.array([39]), device="cuda", max_seqs=1, max_tokens=1, max_blocks=8, **SHAPE
+        )  # fmt: skip
+        elsewhere.synchronize()
+    step = alloc.grow("a", 1)
+    plan.update(step)
+    expected, _ = reference.paged_attention(host.q[:1], host.k, host.v, step.block_tables, step.seq_lens)
+    out = cupaged.paged_attention(q, k, v, None, None, plan=plan)
+    np.testing.assert_allclose(cupy.asnumpy(out), expected, atol=4e-3)
+    assert cupy.asnumpy(plan.write_slots).tolist() == step.slot_mapping.tolist()
+
+
+@pytest.mark.gpu
 def test_a_cache_stays_on_the_device_that_was_current_when_it_was_made(
     cupy: Any, elsewhere: Any, rng: np.random.Generator
 ) -> None:

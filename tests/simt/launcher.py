@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,9 @@ class SimtLauncher:
         """Run everything that is queued."""
         while self._queue:
             self._queue.pop(0)()
+
+    def device(self) -> nullcontext[None]:
+        return nullcontext()
 
     def stream(self) -> int:
         return 0

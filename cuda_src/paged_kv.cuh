@@ -35,23 +35,8 @@ struct PagedKV {
   __device__ __forceinline__ int page(int sequence, int token) const { return page_at(table(sequence), block_of(token)); }
 };
 
-// kBytes from global to shared memory, asynchronously where the hardware can; zeros when not `valid`. Both sides aligned to kBytes.
-template <int kBytes>
-__device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned char* from, bool valid) {
-  if constexpr (kBytes == 16) {
-    cp_async_16(to, from, valid);
-  } else if constexpr (kBytes == 8) {
-    cp_async_8(to, from, valid);
-  } else if constexpr (kBytes == 4) {
-    cp_async_4(to, from, valid);
-  } else if constexpr (kBytes == 2) {
-    *reinterpret_cast<unsigned short*>(to) = valid ? load_global_2(from) : (unsigned short)0;
-  } else {
-    *to = valid ? load_global_1(from) : (unsigned char)0;
-  }
-}
-
-// The same, where the destination is known as a shared address too, which is the cheaper one.
+// kBytes from global to shared memory, asynchronously from 4 bytes on; zeros when not `valid`. Both sides aligned to kBytes. The
+// destination comes as a shared address, which is the cheaper one, and as a pointer. For sm_80 and newer.
 template <int kBytes>
 __device__ __forceinline__ void copy_piece(SharedAddress to, unsigned char* pointer, const unsigned char* from, bool valid) {
   if constexpr (kBytes == 16) {
@@ -60,7 +45,9 @@ __device__ __forceinline__ void copy_piece(SharedAddress to, unsigned char* poin
     cp_async_8(to, from, valid);
   } else if constexpr (kBytes == 4) {
     cp_async_4(to, from, valid);
+  } else if constexpr (kBytes == 2) {
+    *reinterpret_cast<unsigned short*>(pointer) = valid ? load_global_2(from) : (unsigned short)0;
   } else {
-    copy_to_shared<kBytes>(pointer, from, valid);
+    *pointer = valid ? load_global_1(from) : (unsigned char)0;
   }
 }

@@ -87,8 +87,7 @@ def decode_config(info: DeviceInfo, head_dim: int, dtype: str, kv_dtype: str, ro
     while warps > 1 and _decode_bytes(head_dim, item, most_rows(head_dim), tile, warps) > info.shared_per_block:
         warps //= 2
     shared = _decode_bytes(head_dim, item, rows, tile, warps)
-    elements = 4 if head_dim >= 128 else 2
-    sums = rows * (-(-head_dim // (32 * elements)) * elements + 2)  # output, and the largest logit and sum of each row
+    sums = rows * (-(-head_dim // 128) * 4 + 2)  # output, and the largest logit and sum of each row
     by_registers = 3 if sums <= 32 else 2  # as many as do without spilling
     resident = max(1, min(by_registers, info.shared_per_sm // (shared + 1024)))  # the system takes 1 KiB a block
     defines: dict[str, int | str] = {
@@ -102,7 +101,7 @@ def _decode_bytes(head_dim: int, item: int, rows: int, tile: int, warps: int) ->
     stage = max(2 * tile * _row_bytes(head_dim * item), rows * head_dim * 4)
     row_floats = rows if rows <= 2 else (rows // 4 | 1) * 4
     warp = stage + -(-tile * row_floats * 4 // 16) * 16
-    fixed = rows * head_dim * 4 + rows * 16 + warps * rows * 8 + 16
+    fixed = rows * head_dim * 4 + rows * 16 + warps * (tile * 16 + rows * 8) + 16
     return -(-fixed // 128) * 128 + warps * warp
 
 

@@ -124,9 +124,14 @@ def test_chunk_starts_at_multiples_of_its_size(device: Device, rng: np.random.Ge
     np.testing.assert_allclose(np.exp(lse), np.broadcast_to(counted[:, None], lse.shape), rtol=1e-6)
 
 
-def test_a_row_has_the_same_bits_whatever_is_beside_it(device: Device, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 16), ("float32", 16), ("float32", 72)])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    device: Device, dtype: str, head_dim: int, rng: np.random.Generator
+) -> None:
     for num_splits in (1, 3):
-        case = make_case(rng, seq_lens=[40, 9, 70], query_lens=[1, 4, 2], num_splits=num_splits, dtype="float16")
+        case = make_case(
+            rng, seq_lens=[40, 9, 170], query_lens=[1, 4, 2], num_splits=num_splits, dtype=dtype, head_dim=head_dim
+        )
         out, lse = run(device, case)
         loc = case.options["query_start_loc"]
         for row in range(3):

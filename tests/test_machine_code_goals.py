@@ -65,13 +65,13 @@ def test_decode_of_sixteen_rows(arch: int, head_dim: int, dtype: str, kv_dtype: 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_decode_of_float32_keeps_enough_in_flight(arch: int, head_dim: int) -> None:
+def test_decode_of_float32_on_cuda_cores(arch: int, head_dim: int) -> None:
     a = audited(arch, head_dim, "float32", "float32", 8)
     assert a.spills == 0
     assert a.copy_widths == {16}
     assert a.in_flight >= IN_FLIGHT_GOAL[arch]
     assert a.blocks >= a.config.resident
-    assert a.per_512 <= 70
+    assert a.per_512 <= 50, "32 of them are the multiply-adds"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 Every K and V row is loaded once for all query rows of its KV head, in tiles of TILE tokens: S = Q K^T, softmax of all rows at once
 with running maxima, O = alpha O + P V. Scores, maxima and sums are vectors of [row, token], see `cpu_products`.
 
-Pages lie anywhere, and the hardware's streams of reads break where a run of rows ends. So rows are prefetched a run ahead, in the
-order in which they are read: while a run of K is multiplied, the head's next run comes, after the last one its first run of V, and so
-on to K of the next tile. An item is several KV heads, whose rows of one block lie side by side in layout "HND", and within a tile
-the heads of a block are read one after another before the next block. With AVX-512 an item is one head.
+What bounds it: the memory, beyond the caches, as long as reads go on while products are computed; else each waits for the other. Pages
+lie anywhere, and the hardware's streams of reads break where a run of rows ends. So rows are prefetched a run ahead, in the order in
+which they are read: while a run of K is multiplied, the head's next run comes, after the last one its first run of V, and so on to K
+of the next tile. An item is several KV heads, whose rows of one block lie side by side in layout "HND", and within a tile the heads of
+a block are read one after another before the next block. With AVX-512 an item is one head.
 
 A worker's memory, float32 unless said; padded rows are whole row tiles of each head:
     queries, output [heads * padded rows, head_dim]   scores [heads * row tiles, TILE, 4]

@@ -36,7 +36,6 @@ from .cpu_vector import (
 
 LINE = 64  # bytes of a cache line
 SUMS = 16 if WIDTH == 16 else 8  # vectors of sums that fit in registers beside their operands
-HEIGHT = 2  # rows of the output whose weights stay in registers
 
 _f32, _i64 = ir.FloatType(), ir.IntType(64)
 
@@ -56,10 +55,10 @@ def _rows(b: ir.IRBuilder, places: ir.Value, offset: ir.Value, t: ir.Value, coun
 
 
 def _together(kv: int, rows: int) -> int:
-    """Rows of K or V that are read side by side.
+    """Rows of K that are read side by side.
 
-    With 32 registers a whole block. With 16 few: one row after another is the order that the streams of the hardware follow best, several
-    side by side cost fewer instructions, which matters where there is much to convert and to multiply for each byte.
+    With 32 registers a whole block. With 16 few: as many as give sums enough, and where there is little to multiply for each byte one row
+    after another, which the streams of the hardware follow best.
     """
     if WIDTH == 16:
         return tokens_of(rows)
@@ -177,111 +176,17 @@ def emit_weigh(
     head_dim: ir.Value,
     count: ir.Value,
 ) -> None:
-    (_weigh_columns if WIDTH == 16 else _weigh_tokens)(
-        b, kv, rows, weights, values, offset, ahead, ahead_offset, out, head_dim, count
-    )
+    """Columns of the output stay in registers over all tokens; every element of V is converted once.
 
-
-def _weight(b: ir.IRBuilder, rows: int, weights: ir.Value, t: ir.Value) -> ir.Value:
-    """Where the weight of token t for the first row stands; those of other rows follow at distances of `tokens_of(rows)`."""
-    tokens = tokens_of(rows)
-    before = b.mul(b.and_(t, int64(-tokens)), int64(WIDTH // tokens - 1))  # lanes of other rows in earlier blocks
-    return _at(b, weights, b.add(t, before), 4)
-
-
-def _weigh_tokens(
-    b: ir.IRBuilder,
-    kv: int,
-    rows: int,
-    weights: ir.Value,
-    values: ir.Value,
-    offset: ir.Value,
-    ahead: ir.Value,
-    ahead_offset: ir.Value,
-    out: ir.Value,
-    head_dim: ir.Value,
-    count: ir.Value,
-) -> None:
-    """The weights of a few tokens stay in registers and the output goes through the first cache: rows of V are read whole, in order,
-    which the streams of the hardware follow."""
-    size, tokens = ITEM_BYTES[kv], tokens_of(rows)
-    row_bytes = b.mul(head_dim, int64(4))
-
-    def add_tokens(t: ir.Value, many: int, first: int, height: int) -> None:
-        """`many` tokens from t on, for `height` rows from `first` on."""
-        place = _weight(b, rows, weights, t)
-        factors = [
-            [
-                emit_splat(b, _read(b, _at(b, place, u // tokens * WIDTH + u % tokens + r * tokens, 4), _f32))
-                for r in range(first, first + height)
-            ]
-            for u in range(many)
-        ]
-        sources = _rows(b, values, offset, t, many)
-        following = _rows(b, ahead, ahead_offset, t, many) if first == 0 else []
-        targets = [b.add(out, b.mul(row_bytes, int64(r))) for r in range(first, first + height)]
-
-        def add_vector(d: ir.Value, loaded: list[ir.Value]) -> None:
-            places = [pointer(b, _at(b, target, d, 4), LANES) for target in targets]
-            sums = [b.load(x, align=4) for x in places]
-            for x, weights_of in zip(loaded, factors, strict=True):
-                sums = [emit_fma(b, weight, x, total) for weight, total in zip(weights_of, sums, strict=True)]
-            for x, total in zip(places, sums, strict=True):
-                b.store(total, x, align=4)
-
-        def vectors(d: ir.Value, width: int) -> None:
-            """Elements of one vector, or of two where they come in pairs."""
-            if width > WIDTH:
-                loaded = [emit_load_pair(b, _at(b, source, d, size)) for source in sources]
-                for side in range(2):
-                    add_vector(b.add(d, int64(side * WIDTH)), [x[side] for x in loaded])
-            else:
-                add_vector(d, [emit_load(b, _at(b, source, d, size), kv) for source in sources])
-
-        whole = WIDTH * (2 if kv == BF16 else 1)
-        d: ir.Value = int64(0)
-        for step in dict.fromkeys((LINE // size, whole, WIDTH)):
-
-            def part(d: ir.Value, _: list[ir.Value], step: int = step) -> list[ir.Value]:
-                for address in following if step == LINE // size else []:
-                    emit_prefetch(b, _at(b, address, d, size))
-                width = min(step, whole)
-                for n in range(0, step, width):
-                    vectors(b.add(d, int64(n)), width)
-                return []
-
-            d, _ = loop(b, d, b.sub(head_dim, int64(step - 1)), step, [], part)
-
-    t: ir.Value = int64(0)
-    for many in dict.fromkeys((_together(kv, rows), 1)):
-
-        def body(t: ir.Value, _: list[ir.Value], many: int = many) -> list[ir.Value]:
-            for first in range(0, rows, HEIGHT):
-                add_tokens(t, many, first, min(HEIGHT, rows - first))
-            return []
-
-        t, _ = loop(b, t, b.sub(count, int64(many - 1)), many, [], body)
-
-
-def _weigh_columns(
-    b: ir.IRBuilder,
-    kv: int,
-    rows: int,
-    weights: ir.Value,
-    values: ir.Value,
-    offset: ir.Value,
-    ahead: ir.Value,
-    ahead_offset: ir.Value,
-    out: ir.Value,
-    head_dim: ir.Value,
-    count: ir.Value,
-) -> None:
-    """Columns of the output stay in registers over all tokens; rows of V are prefetched as nothing reads them in order."""
+    Rows of V are read a piece at a time, in an order that no stream of the hardware follows, but they come from the caches: what is
+    prefetched for the next product is a run of rows in order, from the first line to the last, a few with each token.
+    """
     size, tokens = ITEM_BYTES[kv], tokens_of(rows)
     row_bytes = b.mul(head_dim, int64(4))
     most = max(1, min(8, SUMS // rows))
 
-    def columns(d: ir.Value, vectors: int, width: int) -> None:
+    def columns(d: ir.Value, vectors: int, width: int, lines: int, cursor: list[ir.Value]) -> list[ir.Value]:
+        """`vectors` columns over all tokens, and with each token `lines` lines prefetched from `cursor` on, a row and a place in it."""
         kind = ir.VectorType(_f32, width)
         places = [
             _at(b, b.add(out, b.mul(row_bytes, int64(r))), b.add(d, int64(v * width)), 4)
@@ -289,41 +194,58 @@ def _weigh_columns(
             for v in range(vectors)
         ]
 
-        def token(t: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            value, following = (
-                _at(b, row, d, size) for row in _rows(b, values, offset, t, 1) + _rows(b, ahead, ahead_offset, t, 1)
-            )
+        def token(t: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
+            sums, cursor = carried[: len(places)], carried[len(places) :]
+            value = _at(b, _rows(b, values, offset, t, 1)[0], d, size)
             if kv == BF16 and vectors > 1:
                 pairs = [b.add(value, int64(v * width * size)) for v in range(0, vectors, 2)]
                 loaded = [x for pair in pairs for x in emit_load_pair(b, pair)]
             else:
                 loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
-            for start in range(0, vectors * width * size, LINE):
-                emit_prefetch(b, b.add(following, int64(start)))
+            if lines:
+                row, place = cursor
+                following = b.add(b.add(_read(b, row, _i64), ahead_offset), place)
+                for n in range(lines):
+                    emit_prefetch(b, b.add(following, int64(LINE * n)))
+                place = b.add(place, int64(LINE * lines))
+                done = b.icmp_signed(">=", place, b.mul(head_dim, int64(size)))
+                cursor = [b.select(done, b.add(row, int64(8)), row), b.select(done, int64(0), place)]
             weight_of = _weight(b, rows, weights, t)
             result = []
             for r in range(rows):
                 weight = emit_splat(b, _read(b, b.add(weight_of, int64(4 * r * tokens)), _f32), width)
                 result += [emit_fma(b, weight, x, total) for x, total in zip(loaded, sums[r * vectors :], strict=False)]
-            return result
+            return result + cursor
 
-        _, sums = loop(b, int64(0), count, 1, [_read(b, place, kind) for place in places], token)
-        for place, total in zip(places, sums, strict=True):
+        _, carried = loop(b, int64(0), count, 1, [_read(b, place, kind) for place in places] + cursor, token)
+        for place, total in zip(places, carried, strict=False):
             b.store(total, pointer(b, place, kind), align=4)
+        return carried[len(places) :]
 
     d: ir.Value = int64(0)
-    vectors = 1 << (most.bit_length() - 1)
-    while vectors:
+    cursor = [ahead, int64(0)]
+    for vectors in [1 << n for n in range(most.bit_length())][::-1]:
         step = vectors * WIDTH
+        for whole in dict.fromkeys((max(step, LINE // size), step)):  # whole lines first: as many are prefetched
 
-        def body(d: ir.Value, _: list[ir.Value], vectors: int = vectors) -> list[ir.Value]:
-            columns(d, vectors, WIDTH)
-            return []
+            def body(
+                d: ir.Value, cursor: list[ir.Value], vectors: int = vectors, step: int = step, whole: int = whole
+            ) -> list[ir.Value]:
+                for part in range(0, whole, step):
+                    cursor = columns(b.add(d, int64(part)), vectors, WIDTH, 0 if part else whole * size // LINE, cursor)
+                return cursor
 
-        d, _ = loop(b, d, b.sub(head_dim, int64(step - 1)), step, [], body)
-        vectors //= 2
-    with b.if_then(b.icmp_signed("<", d, head_dim)):
-        columns(d, 1, 8)
+            d, cursor = loop(b, d, b.sub(head_dim, int64(whole - 1)), whole, cursor, body)
+    if WIDTH > 8:
+        with b.if_then(b.icmp_signed("<", d, head_dim)):
+            columns(d, 1, 8, 0, cursor)
+
+
+def _weight(b: ir.IRBuilder, rows: int, weights: ir.Value, t: ir.Value) -> ir.Value:
+    """Where the weight of token t for the first row stands; those of other rows follow at distances of `tokens_of(rows)`."""
+    tokens = tokens_of(rows)
+    before = b.mul(b.and_(t, int64(-tokens)), int64(WIDTH // tokens - 1))  # lanes of other rows in earlier blocks
+    return _at(b, weights, b.add(t, before), 4)
 
 
 def emit_outer(

@@ -1,11 +1,12 @@
-"""Speed of paged decode on a GPU, against the bandwidth that plain reading reaches in the same run.
+"""Speed of paged attention on a GPU, against the bandwidth that plain reading reaches in the same run, and against peers.
 
 A case is timed three ways: calls one after the other ("eager"), the same calls captured in a CUDA graph ("graph"), and the host's
 own time for a call with plan and `out`. Every call reads another cache of a rotation that is larger than four times the L2 cache, with
 block tables that are a random permutation of the pool. The yardstick is a kernel that only reads and sums the same caches. Times are
 medians over repeated rounds of GPU events; bytes are the keys and values of visible tokens, once per KV head.
 
-Written by hand for CuPy alone: `python -m bench.gpu_check` runs it, and `make bench`.
+Needs CuPy alone; PyTorch and FlashInfer are timed beside it where they are installed (gpu_peers.py). `python -m bench.gpu_check`
+runs it, and `make bench`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import cupaged
 from cupaged import classic
 from cupaged.arrays import FP8_DTYPES, numpy_dtype
 
+from .gpu_peers import peer_times
+
 READ_SUM = r"""
 extern "C" __global__ void read_sum(const uint4* data, long long n, unsigned* out) {
   unsigned sum = 0;
@@ -42,7 +45,7 @@ extern "C" __global__ void read_sum(const uint4* data, long long n, unsigned* ou
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step: `batch` sequences of `context` tokens, one query each."""
+    """One step: `batch` sequences of `context` tokens, the last `rows` of each as queries."""
 
     batch: int
     context: int
@@ -55,15 +58,15 @@ class Case:
     classic: bool = False  # also time the original kernels
     shared: int = 0  # tokens that all sequences begin with
     share_prefix: bool = True
-    order: str | None = (
-        None  # "page", "layer": a pool of LAYERS layers that fills POOL_SHARE of the memory; None: of one layer each
-    )
+    order: str | None = None  # "page", "layer": a pool of LAYERS layers in POOL_SHARE of the memory; None: of one layer
+    rows: int = 1  # query rows of a sequence: 1 is decode, more is prefill
 
     @property
     def name(self) -> str:
         kv = self.kv_dtype or self.dtype
         more = f"-{'once' if self.share_prefix else 'each'}{self.shared}" if self.shared else ""
         more += f"-{self.order}-major" if self.order else ""
+        more += f"-rows{self.rows}" if self.rows > 1 else ""
         return f"b{self.batch}-ctx{self.context}-h{self.num_heads}/{self.num_kv_heads}-d{self.head_dim}-bs{self.block_size}-{kv}{more}"
 
     @property
@@ -71,6 +74,12 @@ class Case:
         item = numpy_dtype(self.kv_dtype or self.dtype).itemsize
         tokens = self.batch * (self.context - self.shared) + self.shared
         return 2 * tokens * self.num_kv_heads * self.head_dim * item
+
+    @property
+    def flop(self) -> int:
+        """Operations of both products over the tokens that each row may see."""
+        visible = self.rows * self.context - self.rows * (self.rows - 1) // 2
+        return 4 * self.batch * self.num_heads * self.head_dim * visible
 
 
 LAYERS, POOL_SHARE = 32, 0.7
@@ -84,6 +93,7 @@ CASES = (
     Case(32, 4096, dtype="bfloat16"), Case(32, 4096, kv_dtype="fp8_e4m3"), Case(32, 4096, dtype="bfloat16", kv_dtype="fp8_e4m3"),
     Case(8, 4096, dtype="float32"),
     *(Case(b, n, shared=n - 256, share_prefix=on) for b, n in ((64, 4352), (8, 4352), (8, 1280)) for on in (True, False)),
+    Case(1, 4096, rows=4096), Case(8, 512, rows=512), Case(1, 32768, rows=2048),
 )  # fmt: skip
 
 
@@ -93,11 +103,15 @@ class Result:
 
     case: str
     kv_bytes: int
+    flop: int
     read_gb_s: float
     eager_us: float
     graph_us: float
     host_us: float
     classic_us: dict[str, float] = field(default_factory=dict)  # "v1", "v2", captured
+    peer_us: dict[str, float | str] = field(
+        default_factory=dict
+    )  # "flashinfer", "sdpa", captured; or why there is no time
 
     @property
     def gb_s(self) -> float:
@@ -109,7 +123,12 @@ class Result:
         return self.gb_s / self.read_gb_s
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "gb_s": self.gb_s, "fraction": self.fraction}
+        return {
+            **asdict(self),
+            "gb_s": self.gb_s,
+            "fraction": self.fraction,
+            "tflop_s": self.flop / self.graph_us / 1e6,
+        }
 
 
 def measure(case: Case, rounds: int = 7) -> Result:
@@ -138,12 +157,13 @@ def measure(case: Case, rounds: int = 7) -> Result:
     tables = np.empty((case.batch, columns), np.int32)
     tables[:, :alike], tables[:, alike:] = ids[:alike], ids[alike:].reshape(case.batch, -1)
     lens = np.full(case.batch, case.context, np.int32)
-    q = rng.standard_normal((case.batch, case.num_heads, case.head_dim)).astype(np.float32)
+    q = rng.standard_normal((case.batch * case.rows, case.num_heads, case.head_dim)).astype(np.float32)
     q = cupy.asarray(q.astype(numpy_dtype(case.dtype)))
     out = cupy.empty_like(q)
     plan = cupaged.plan(
         lens, tables, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
         dtype=case.dtype, kv_dtype=case.kv_dtype, share_prefix=case.share_prefix, device="cuda",
+        query_start_loc=np.arange(case.batch + 1, dtype=np.int32) * case.rows,
     )  # fmt: skip
 
     cupy.cuda.get_current_stream().synchronize()  # streams that do not wait for this one read all of it
@@ -154,11 +174,12 @@ def measure(case: Case, rounds: int = 7) -> Result:
 
     calls = max(len(layers), 10)
     result = Result(
-        case.name, case.kv_bytes, _read_bandwidth(pools, rounds), _eager(attend, calls, rounds), _captured(attend, calls, rounds),
-        _host(attend, 200),
+        case.name, case.kv_bytes, case.flop, _read_bandwidth(pools, rounds), _eager(attend, calls, rounds),
+        _captured(attend, calls, rounds), _host(attend, 200),
     )  # fmt: skip
     if case.classic:
         result.classic_us = _classic(case, pools, q, out, tables, lens, calls, rounds)
+    result.peer_us = peer_times(case, q, pools, tables, calls, lambda work: _median(work, rounds))
     return result
 
 
@@ -328,15 +349,19 @@ def _host(call: Callable[[int], None], calls: int) -> float:
 def table(results: list[dict[str, Any]]) -> str:
     """Lines for people."""
     head = f"{'case':44} {'MiB':>8} {'read GB/s':>9} {'graph us':>9} {'GB/s':>7} {'of read':>8} {'eager us':>9} {'host us':>8}  "
-    head += "classic v1 / v2 us"
+    head += "TFLOP/s, classic v1 / v2, peers us"
     lines = [head]
     for r in results:
         if "error" in r:
             lines.append(f"{r['case']:44} {r['error']}")
             continue
-        original = " / ".join(f"{r['classic_us'][v]:.1f}" for v in ("v1", "v2") if v in r["classic_us"])
+        others = [
+            f"{r['tflop_s']:.1f}",
+            " / ".join(f"{r['classic_us'][v]:.1f}" for v in ("v1", "v2") if v in r["classic_us"]),
+        ]
+        others += [f"{name} {us if isinstance(us, str) else f'{us:.1f}'}" for name, us in r["peer_us"].items()]
         lines.append(
             f"{r['case']:44} {r['kv_bytes'] / 2**20:8.1f} {r['read_gb_s']:9.0f} {r['graph_us']:9.1f} {r['gb_s']:7.0f} {r['fraction']:8.1%} "
-            f"{r['eager_us']:9.1f} {r['host_us']:8.1f}  {original}"
+            f"{r['eager_us']:9.1f} {r['host_us']:8.1f}  {'  '.join(filter(None, others))}"
         )
     return "\n".join(lines)

@@ -369,7 +369,8 @@ def test_a_benchmark_measures_what_it_says(
     small = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=2, head_dim=64)
     impossible = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=4, head_dim=64)
     orders = [replace(small, order=order) for order in ("page", "layer")]
-    monkeypatch.setattr(gpu_attention, "CASES", (impossible, small, *orders))
+    prefill = replace(small, rows=3)
+    monkeypatch.setattr(gpu_attention, "CASES", (impossible, small, *orders, prefill))
     monkeypatch.setattr(gpu_attention, "_pool_bytes", lambda: 1 << 22)
     monkeypatch.setattr(gpu_attention, "_l2_bytes", lambda: 1 << 16)
     report: dict[str, Any] = {"machine": gpu_check.describe(cupy), "attention": []}
@@ -378,7 +379,8 @@ def test_a_benchmark_measures_what_it_says(
     first, second, *others = report["attention"]
     assert "num_heads" in first["error"] and "error" not in second
     assert second["kv_bytes"] == 2 * 2 * 64 * 2 * 64 * 2 and second["host_us"] > 0
-    assert [each.get("error") for each in others] == [None, None] and others[0]["case"].endswith("-page-major")
+    assert [each.get("error") for each in others] == [None] * 3 and others[0]["case"].endswith("-page-major")
+    assert others[2]["flop"] == 4 * 2 * 6 * 64 * (62 + 63 + 64)
     text = (tmp_path / "gpu-check.txt").read_text()
     assert "tests: did not end" in text and small.name in text
 

@@ -48,6 +48,19 @@ def test_unowned_memory_never_changes_a_bit(device: Device, rng: np.random.Gener
             same_bits(poisoned_lse, lse)
 
 
+@pytest.mark.parametrize("step", [2, 150])
+def test_a_largest_logit_that_one_row_finds_in_a_later_tile(
+    device: Device, rng: np.random.Generator, step: int
+) -> None:
+    case = make_case(rng, seq_lens=[600], num_kv_heads=1, group=8, head_dim=128, block_size=4)
+    case.options["scale"] = 1.0
+    case.q[0] = np.eye(8, 128)  # the logits of head h are entry h of the keys
+    for head, tokens in enumerate(np.sort(rng.permutation(600)[:32].reshape(8, 4))):
+        blocks = case.block_tables[0, tokens // 4]
+        case.k_cache[blocks, 0, tokens % 4, head] = 8 + step * np.arange(4)  # each the largest so far, in this row only
+    assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("magnitude", [5e4, 1e6, 1e10, 1e30])
 def test_huge_logits_of_either_sign(device: Device, rng: np.random.Generator, magnitude: float, dtype: str) -> None:

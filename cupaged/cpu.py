@@ -251,7 +251,7 @@ class RepeatedWrite:
 class RepeatedAttention:
     """Attention like an earlier call without slopes, sinks and lse: whatever that call's checks found holds for these calls too."""
 
-    __slots__ = ("kept", "record", "shape", "where")
+    __slots__ = ("kept", "record", "where")
 
     def __init__(self, call: Attention, k_cache: Array, v_cache: Array) -> None:
         self.kept = call.q.dtype, k_cache.dtype, call.k_scale, call.v_scale

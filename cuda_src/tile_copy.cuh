@@ -2,9 +2,9 @@
 //
 // Layout     A tile is kTokens rows of K and after them kTokens rows of V. Rows are padded to an odd number of 16-byte units, so
 //            that the 8 rows of an ldmatrix touch all 32 banks: with head_dim 128 and 16-bit pages 17 units, 272 bytes.
-// Threads    Whoever fetched a token's page id leaves the addresses of its rows in shared memory (TokenRows). Up to 8 lanes copy a
-//            row, 128 bytes at once: each keeps its place in rows, adds it to a row's address once, and goes on by constants. With
-//            head_dim 80 and 16-bit pages a row is 10 pieces, two steps of 8 lanes, and a warp copies 4 rows at a time.
+// Threads    Whoever fetched a token's page id leaves the addresses of its rows in shared memory (TokenRows). 8 lanes copy a row
+//            of whole lines of 128 bytes, else the next power of two of lanes, some idle: each keeps its place in rows, adds it to
+//            a row's address once, and goes on by constants. With head_dim 80 and 16-bit pages a row is 10 pieces for 16 lanes.
 // Not here   When tiles are fetched and waited for: decode_mma.cu, prefill.cu.
 #pragma once
 #include "work.cuh"
@@ -57,7 +57,12 @@ __device__ __forceinline__ const unsigned char* add_within_4_gib(const unsigned 
 template <int kCopiers>
 struct Copier {
   static constexpr int kPieces = kHeadBytes / kVec;
-  static constexpr int kLanes = kPieces > 4 ? 8 : kPieces > 2 ? 4 : kPieces;
+  static constexpr int kLanes = kPieces % 8 == 0 ? 8
+                                : kPieces > 16   ? 32
+                                : kPieces > 8    ? 16
+                                : kPieces > 4    ? 8
+                                : kPieces > 2    ? 4
+                                                 : kPieces;
   static constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
   static constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce;
   static constexpr int kMost = kVec < 4 ? 1 : kCopiers > 32 ? 4 : 8;  // addresses at once: a prefill has few registers to spare

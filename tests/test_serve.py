@@ -71,7 +71,7 @@ def test_stream_prints_the_pieces_of_every_answer(tiny: str, capsys: pytest.Capt
     ("option", "value", "message"),
     [
         ("--num-blocks", "5", "the pool has 5 and keeps 1 as its watermark"),
-        ("--watermark", "2", "watermark: expected a share of the pool from 0.0 to 1.0"),
+        ("--watermark", "2", "watermark: expected a number from 0.0 to 1.0"),
         ("--host-blocks", "-1", "host_blocks: expected"),
         ("--max-sequences", "2", "3 sequences, but at most 2"),
         ("--token-budget", "8", "max_sequences: expected 1 to token_budget"),

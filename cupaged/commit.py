@@ -107,7 +107,10 @@ def _commit_run(
         return False
     requests.known[row] = end
     root, blocks = int(requests.root[row]), blocks[: end // size - first]
-    if len(blocks) and root and not cache.identify_new(blocks, first, int(table[first - 1]) if first else -1, root):
+    if not len(blocks) or not root:
+        return True
+    aligned = tokens[: len(blocks) * size] if begin % size == 0 else cache.tokens.ids.take(blocks, 0)
+    if not cache.identify_new(blocks, aligned.reshape(-1, size), first, int(table[first - 1]) if first else -1, root):
         adopt_chain(requests, pool, cache, 0, rows, np.array([first]), np.array([end // size]), True)
     return True
 

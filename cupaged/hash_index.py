@@ -93,22 +93,6 @@ class HashIndex:
                 return -1
             bucket = (bucket + 1) % self._num_buckets
 
-    def find_leading(self, homes: Homes) -> Ints:
-        """`find`, but what comes after the first one that is not there may be -1 without a look."""
-        buckets, tags = homes
-        if len(tags) <= 64:
-            return self.find(homes)
-        found = np.empty(len(tags), np.int64)
-        found.fill(-1)
-        begin, length = 0, 64
-        while begin < len(tags):
-            here = slice(begin, begin + length)
-            piece = found[here] = self.find((buckets[here], tags[here]))
-            if piece[piece.argmin()] < 0:
-                break
-            begin, length = begin + length, 16 * length
-        return found
-
     def find_all(self, hash_: np.uint64) -> Iterator[int]:
         """Every entry with one hash."""
         bucket = int(self.homes(np.array([hash_]))[0][0])

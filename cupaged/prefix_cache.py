@@ -30,6 +30,7 @@ from .roots import Roots
 from .siblings import Siblings, common_lengths
 
 _ZERO, _ONE = np.array(0), np.array(1)
+_FIRST = 64  # blocks of a prompt that are asked for at first
 _SIBLINGS = 8  # children of one parent that are compared for a partial match, the newest ones
 
 
@@ -116,9 +117,7 @@ class PrefixCache:
         return blocks
 
     def _match_blocks(self, root: int, words: Tokens) -> Ints:
-        hashes = np.add.accumulate(block_hashes(words, np.arange(len(words))))
-        hashes += root_hash(root)
-        blocks: Ints = self._index.find_leading(self._index.homes(hashes))
+        blocks, hashes = self._candidates(root, words)
         done, above = 0, root
         while True:
             done += self._verified(blocks[done:], words[done:], above)
@@ -128,6 +127,26 @@ class PrefixCache:
             blocks[done] = self._search(hashes[done], above, words[done])
             if blocks[done] < 0:
                 return blocks[:done]
+
+    def _candidates(self, root: int, words: Tokens) -> tuple[Ints, Hashes]:
+        """Candidates for the blocks `words [n, block_size]` of a prompt, and their hashes, up to the first that is not there at least.
+
+        What comes after that is -1. A few are asked for at first, since hashes of the rest would be for nothing.
+        """
+        blocks, hashes = np.empty(len(words), np.int64), np.empty(len(words), np.uint64)
+        blocks.fill(-1)  # `np.full` takes ten times as long to begin
+        begin, length, last = 0, _FIRST, root_hash(root)
+        while begin < len(words):
+            here = words[begin : begin + length]
+            end = begin + len(here)
+            piece = hashes[begin:end]
+            np.add.accumulate(block_hashes(here, np.arange(begin, end)), out=piece)
+            piece += last
+            found = blocks[begin:end] = self._index.find(self._index.homes(piece))
+            if found[found.argmin()] < 0:
+                break
+            begin, length, last = end, 16 * length, piece[-1]
+        return blocks, hashes
 
     def _verified(self, blocks: Ints, words: Tokens, above: int) -> int:
         """How many of the candidates, from the first on, hold these tokens after these parents."""
@@ -200,7 +219,9 @@ class PrefixCache:
             hashes = sums + np.repeat(bases - (sums - hashes).take(starts), np.diff(starts, append=len(blocks)))
         # after its first new block a run is new: no identity can follow a number that was not there before
         homes = self._index.homes(hashes)
-        found = self._index.find_leading(homes) if single else self._index.find(homes)
+        found = self._index.find(homes)
+        if single:
+            found[_leading(found >= 0) :] = -1
         if (one_each or single) and found[found.argmax()] < 0 and (single or not _repeats(hashes)):
             serials = self._numbers(len(blocks)) + np.arange(len(blocks))
             over = self._canonical(above)
@@ -238,16 +259,15 @@ class PrefixCache:
         self._store(blocks.take(fresh), serials, parents, hashes.take(fresh), homes, over)
         return canonical
 
-    def identify_new(self, blocks: Ints, column: int, above: int, root: int) -> bool:
-        """`identify` for one run from `column` on, after block `above` (-1: `root`), when its first block has no equal in the cache.
+    def identify_new(self, blocks: Ints, words: Tokens, column: int, above: int, root: int) -> bool:
+        """`identify` for one run that holds `words [n, block_size]` from `column` on, after block `above` (-1: `root`), when its first
+        block has no equal in the cache.
 
         No identity can follow a number that was not there before, so that then the whole run is new. False, with nothing done, else.
         """
         if self._twins or np.count_nonzero(self.serial.take(blocks)):
             return False
-        hashes = np.add.accumulate(
-            block_hashes(self.tokens.ids.take(blocks, 0), np.arange(column, column + len(blocks)))
-        )
+        hashes = np.add.accumulate(block_hashes(words, np.arange(column, column + len(blocks))))
         hashes += self._index.hashes[above] if above >= 0 else root_hash(root)
         homes = self._index.homes(hashes)
         if self._index.find_one(homes) >= 0:

@@ -29,13 +29,10 @@ def test_entries_are_found_until_they_are_removed(num_hashes: int, few: int, mon
 
             asked = np.array([random.randrange(num_hashes) for _ in range(20)] + index.hashes.tolist(), np.uint64)
             there = {int(index.hashes[block]) for block in entries}
-            for find in (index.find, index.find_leading):
-                found = find(index.homes(asked))
-                first_miss = next((i for i, hash_ in enumerate(asked.tolist()) if hash_ not in there), len(asked))
-                for i, (hash_, block) in enumerate(zip(asked.tolist(), found.tolist(), strict=True)):
-                    if find == index.find or i < first_miss:
-                        assert block in entries if hash_ in there else block == -1
-                        assert hash_ not in there or int(index.hashes[block]) == hash_
+            found = index.find(index.homes(asked))
+            for hash_, block in zip(asked.tolist(), found.tolist(), strict=True):
+                assert block in entries if hash_ in there else block == -1
+                assert hash_ not in there or int(index.hashes[block]) == hash_
             for hash_ in sorted(there)[:5]:
                 same = [block for block in entries if int(index.hashes[block]) == hash_]
                 assert sorted(index.find_all(np.uint64(hash_))) == sorted(same)

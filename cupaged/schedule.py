@@ -100,8 +100,8 @@ def _equal_shares(low: Array, high: Array, tile: int, shares: int) -> tuple[Arra
     """Units laid end to end and cut into equal shares: owner, first and last token of every item, items a unit, `share_start`.
 
     What rounds is small against a share: an edge inside a unit is a multiple of a tile, or of a fraction of one where a tile is
-    more than a 128th of a share; a unit counts as `least_unit` tokens, at most a 64th of a share, and an edge past the end of a
-    shorter one goes to its begin. So no share is more than 2.4% longer than their mean.
+    more than a 128th of a share; a unit counts as `least_unit` tokens, at most a 128th of a share, and an edge past the end of a
+    shorter one goes to its begin. So no share is longer than their mean by more than a 128th of it.
     """
     size = high - low
     ends = size.cumsum()
@@ -138,7 +138,7 @@ def _equal_shares(low: Array, high: Array, tile: int, shares: int) -> tuple[Arra
 
 def least_unit(total: int, shares: int) -> int:
     """Tokens that a unit counts as at least, where all units have `total`: starting and ending one takes time too."""
-    return min(max(total // shares, MIN_SHARE) // 64, LEAST_UNIT)
+    return min(max(total // shares, MIN_SHARE) // 128, LEAST_UNIT)
 
 
 def _split(low: Array, high: Array, base: Array, each: Array) -> tuple[Array, Array, Array, Array]:

@@ -492,13 +492,28 @@ def test_exp_and_tanh_are_exact_to_float32_rounding(rng: np.random.Generator) ->
     x = np.concatenate([x, -x, x / 100, -x / 100]).astype(np.float32)
     y = np.empty_like(x)
     _map_tanh(x.ctypes.data, y.ctypes.data, x.size)
-    assert units_off(y, np.tanh(x.astype(np.float64))) < 2.5
+    assert units_off(y, np.tanh(x.astype(np.float64))) < 2.6
 
     special = np.full(WIDTH, 0, np.float32)
     special[:4] = -np.inf, np.nan, -1e38, -104.5
     y = np.empty_like(special)
     _map_exp(special.ctypes.data, y.ctypes.data, WIDTH)
     np.testing.assert_array_equal(y[:5], [0, np.nan, 0, 0, 1])
+
+
+@pytest.mark.fuzz
+def test_exp_and_tanh_of_every_float32() -> None:
+    """Measured with 8 lanes: 0.92 units for exp, 2.55 for tanh (between 0.5 and 1; elsewhere 1.03)."""
+    for function, exact, sign, low, high in (
+        (_map_exp, np.exp, -1, 2.0**-25, 104.5),
+        (_map_tanh, np.tanh, 1, 2.0**-13, 20.0),
+    ):
+        first, last = (int(np.float32(x).view(np.uint32)) for x in (low, high))
+        for at in range(first, last, 1 << 22):
+            x = sign * np.arange(at, at + (1 << 22), dtype=np.uint32).view(np.float32)
+            y = np.empty_like(x)
+            function(x.ctypes.data, y.ctypes.data, x.size)
+            assert units_off(y, exact(x.astype(np.float64))) < (1 if function is _map_exp else 2.6)
 
 
 def test_arrays_at_odd_addresses(rng: np.random.Generator) -> None:

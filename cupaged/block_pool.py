@@ -193,20 +193,21 @@ class BlockPool:
     def check(self) -> None:
         """Verify the pool by itself; raises AssertionError that says what broke."""
         free = self.free()
-        require(np.all((free >= 0) & (free < self.num_blocks)), f"the free queue holds ids outside the pool: {free}")
-        require(len(free) == self.num_free, f"{self.num_free} free blocks are counted, the queues hold {free}")
-        require(len(np.unique(free)) == len(free), f"a block stands twice in the free queue: {free}")
-        require(np.all(self.ref_count >= 0), f"negative reference count: {self.ref_count}")
-        require(np.all(self.ref_count[free] == 0), f"a free block has references: {free}, {self.ref_count}")
-        require(np.count_nonzero(self.ref_count == 0) == len(free), f"a block is lost: {free}, {self.ref_count}")
+        require(np.all((free >= 0) & (free < self.num_blocks)), "the free queue holds ids outside the pool: {}", free)
+        require(len(free) == self.num_free, "{} free blocks are counted, the queues hold {}", self.num_free, free)
+        require(np.bincount(free).max(initial=0) < 2, "a block stands twice in the free queue: {}", free)
+        require(np.all(self.ref_count >= 0), "negative reference count: {}", self.ref_count)
+        require(np.all(self.ref_count[free] == 0), "a free block has references: {}, {}", free, self.ref_count)
+        require(np.count_nonzero(self.ref_count == 0) == len(free), "a block is lost: {}, {}", free, self.ref_count)
         references = int(self.ref_count.sum(dtype=np.int64))
-        require(self.references == references, f"references {self.references}, counted {self.ref_count}")
+        require(self.references == references, "references {}, counted {}", self.references, self.ref_count)
         if self._cached:
             cached = self._cached.to_array()
-            require(np.all(self._identity[cached] > 0), f"a block without identity waits for reuse: {cached}")
+            require(np.all(self._identity[cached] > 0), "a block without identity waits for reuse: {}", cached)
             require(
                 np.all(self._identity[self._queue.to_array()] == 0),
-                f"a block with identity is in the plain queue: {free}",
+                "a block with identity is in the plain queue: {}",
+                free,
             )
 
     def _ids(self, blocks: npt.ArrayLike) -> Ints:

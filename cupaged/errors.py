@@ -21,7 +21,10 @@ class OutOfBlocks(MemoryError):
         self.free = free
 
 
-def require(condition: Any, message: str) -> None:
-    """Raise AssertionError with `message` unless `condition` holds; unlike `assert` it stays under `python -O`."""
+def require(condition: Any, message: str, *values: object) -> None:
+    """Raise AssertionError with `message.format(*values)` unless `condition` holds; unlike `assert` it stays under `python -O`.
+
+    The message is made only then: arrays as text cost far more than the checks themselves.
+    """
     if not condition:
-        raise AssertionError(message)
+        raise AssertionError(message.format(*values))

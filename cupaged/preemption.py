@@ -264,24 +264,30 @@ class Preemption:
         rows = sorted(requests.evicted.values())
         require(
             rows == sorted(self._host_tables) == sorted(self._lengths),
-            f"evicted rows {rows} have tables {self._host_tables}",
+            "evicted rows {} have tables {}",
+            rows,
+            self._host_tables,
         )
         counted = self.held(self.pool)
         for name, row in requests.evicted.items():
             table, length = self._host_tables[row], self._lengths[row]
-            require(requests.names[row] == name and name not in requests.row_of, f"row {row} is not that of {name!r}")
+            require(
+                requests.names[row] == name and name not in requests.row_of, "row {} is not that of {!r}", row, name
+            )
             columns = -(-length // requests.block_size) * len(self._groups) - sum(self._begins[row])
-            require(len(table) == columns, f"evicted row {row}: {length} tokens in blocks {table}")
-            require(len(np.unique(table)) == len(table), f"evicted row {row} holds a host block twice: {table}")
+            require(len(table) == columns, "evicted row {}: {} tokens in blocks {}", row, length, table)
+            require(len(np.unique(table)) == len(table), "evicted row {} holds a host block twice: {}", row, table)
             np.add.at(counted, table, 1)
         require(
             np.array_equal(counted, self.pool.ref_count),
-            f"evicted tables hold {counted} host blocks, reference counts are {self.pool.ref_count}",
+            "evicted tables hold {} host blocks, reference counts are {}",
+            counted,
+            self.pool.ref_count,
         )
         if self._cache:
             used = self._named & (self.pool.ref_count > 0)
             require(
-                np.all(self._filled[used] == requests.block_size), f"a host block with identity is not full: {used}"
+                np.all(self._filled[used] == requests.block_size), "a host block with identity is not full: {}", used
             )
 
 

@@ -7,10 +7,8 @@ slot a number that stands for the whole sequence of tokens up to it: a block tha
 from __future__ import annotations
 
 import pickle
-import secrets
 from collections.abc import Callable
 from functools import partial
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -87,7 +85,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.token_of: dict[int, int] = {}
         self.mirrors = [TableMirror(block_size) for _ in self.groups]
         self.serial = self.after = 0
-        self.takes = 0
+        self.takes = self.calls = 0
+        self.wholly = True  # compare all that callers see before and after each call, not only what the calls change
         self.bomb = False
         for pool in (self.alloc.pool, self.alloc.host_pool):
             pool.take = partial(self._take, pool.take)  # type: ignore[method-assign]
@@ -111,15 +110,17 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def both(self, real: Callable[[], Any], method: str, *args: Any, tokens: Any = None) -> tuple[bool, Any]:
         """Whether both succeeded, and the allocator's result; a failure must be of the same class and change nothing."""
-        before, self.takes = observe(self.alloc), 0
+        before = observe(self.alloc) if self.wholly else None
+        self.takes, self.calls = 0, self.calls + 1
         try:
             result = real()
         except Exception as error:
-            assert observe(self.alloc) == before
+            if self.wholly:
+                assert observe(self.alloc) == before
             if isinstance(error, Bomb):
                 return False, None
             with pytest.raises(type(error)):
-                self.model.call(method, *args)
+                self.model.copied().call(method, *args)
             return False, None
         expected = self.model.call(method, *args)
         if isinstance(result, Step):
@@ -150,8 +151,8 @@ class AllocatorMachine(RuleBasedStateMachine):
                 first = self.model.horizon(g, length - len(written[i]) if written[i] else length)
                 seen = self.pages.read(group.block_tables[i].tolist(), first, length)
                 assert seen == self.pages.of_group(self.contents[name][first:length], g)
-            mirror.apply(pickle.loads(pickle.dumps(group.delta)))
-            for name, table in self.alloc.group_tables(g).items():
+            mirror.apply(pickle.loads(pickle.dumps(group.delta)) if self.wholly else group.delta)
+            for name, table in self.alloc.group_tables(g).items() if self.wholly else ():
                 row = int(self.alloc.rows([name])[0])
                 if row < len(mirror.lengths):
                     assert mirror.lengths[row] == (0 if name in self.model.away else self.alloc.lengths[name])
@@ -376,9 +377,10 @@ class AllocatorMachine(RuleBasedStateMachine):
             new[name] = {"token_ids": prompt} if draw(0, 2) else {"n": draw(0, 9)}
             if draw(0, 2) == 0 and "token_ids" in new[name]:
                 new[name]["n"] = draw(0, 4)
-        before = observe(self.alloc)
+        before = observe(self.alloc) if self.wholly else None
         needed = self.alloc.blocks_needed(growing, counts, new=list(new.values()), restore=returning)
-        assert observe(self.alloc) == before
+        if self.wholly:
+            assert observe(self.alloc) == before
         free, pattern = self.alloc.num_free, draw(0, 2)
         done = self.grow(growing, counts, counts, False, False, pattern)
         for name, arguments in new.items():
@@ -462,80 +464,5 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.alloc.host_pool.num_free == self.alloc.host_pool.num_blocks
 
 
-def walk(random: Random, steps: int, same_hash: bool, groups: int = 0) -> None:
-    """A long history of calls that mostly succeed, so that prompts are found, blocks shared, copied, evicted and joined all the time."""
-    machine = AllocatorMachine()
-    machine.start(
-        num_blocks=random.choice([12, 12, 10, 8, 6, 5, 4, 3]), block_size=random.choice([1, 2, 2, 2, 3, 4]),
-        watermark=random.choice([0.0, 0.0, 0.1]), caching=random.random() < 0.9, same_hash=same_hash,
-        host_blocks=random.choice([12, 12, 12, random.randrange(12)]), groups=groups,
-    )  # fmt: skip
-    flip = lambda chance: random.random() < chance  # noqa: E731
-    fault = lambda: random.choice(["twice", "unknown", "empty", "evicted"]) if flip(0.03) else ""  # noqa: E731
-    picks = lambda most=6: [random.randrange(9) for _ in range(random.randint(1, most))]  # noqa: E731
-    count = lambda: random.choice([1, 1, 1, 0, 2, 3, 4, 6, 30]) if flip(0.97) else -1  # noqa: E731
-    pattern = lambda: random.choice([0, 1, 1, 2])  # noqa: E731
-    calls: list[tuple[int, Callable[[], None]]] = [
-        (3, lambda: machine.add(n=random.randrange(9), taken=flip(0.05), bomb=flip(0.05), pattern=pattern())),
-        (12, lambda: machine.add_prompt(
-            pattern=pattern(), length=random.randrange(13), tail=[random.randrange(2) for _ in range(random.randrange(3))],
-            n=random.choice([None] * 8 + [0, 1, 3]), key=random.choice([0] * 12 + [1, 2, 3]), taken=False, bomb=flip(0.03))),
-        (6, lambda: machine.commit(
-            picks=picks(), n=[random.randrange(9) for _ in range(9)], form=random.choice(["all", "some", "some", "lists", "too many"]),
-            wrong=fault(), by_rows=flip(0.5))),
-        (8, machine.commit_all),
-        (1, lambda: machine.reset(often=random.choice([0, 0, 0, 9]))),
-        (5, lambda: machine.grow_batch(
-            picks=picks(), n=[count() for _ in range(9)], wrong=fault(), by_rows=flip(0.5), bomb=flip(0.05), pattern=pattern())),
-        (2, lambda: machine.grow_batch_equally(picks=picks(), n=count(), wrong=fault(), by_rows=flip(0.5), pattern=pattern())),
-        (8, lambda: machine.decode_all(by_rows=flip(0.5), bomb=flip(0.03), pattern=pattern())),
-        (4, lambda: machine.fork_batch(picks=picks(3), wrong=random.choice(["unknown", "twice", "taken"]) if flip(0.05) else "")),
-        (4, lambda: machine.reorder(picks=picks(), parents=picks(), by_rows=flip(0.5), wrong=fault(), shift=-9 if flip(0.03) else 0)),
-        (5, lambda: machine.truncate_batch(
-            picks=picks(), back=[random.choice([0, 1, 1, 2, 3, 6]) for _ in range(9)], wrong=fault(), by_rows=flip(0.5))),
-        (10, lambda: machine.free_batch(picks=picks(3), wrong=fault(), by_rows=flip(0.5))),
-        (6, lambda: machine.evict(picks=picks(), wrong=fault(), by_rows=flip(0.5), hold=flip(0.1), bomb=flip(0.03))),
-        (7, lambda: machine.restore(picks=picks(), wrong=fault(), by_rows=flip(0.5), hold=flip(0.1), bomb=flip(0.03))),
-        (8, lambda: machine.serve_a_batch(random.randint)),
-        (3, lambda: machine.release_swapped(which=random.randrange(2))),
-    ]  # fmt: skip
-    weights = [weight for weight, _ in calls]
-    try:
-        for _ in range(steps):
-            random.choices(calls, weights)[0][1]()
-            machine.equal()
-            machine.events_tell_what_is_cached()
-            machine.contents_are_right()
-        machine.teardown()
-    finally:
-        machine.patch.undo()
-
-
 def test_random_histories_equal_the_model() -> None:
     run_state_machine_as_test(AllocatorMachine, settings=settings(max_examples=60, stateful_step_count=40))
-
-
-@pytest.mark.parametrize("same_hash", [False, True])
-def test_long_walks_equal_the_model(same_hash: bool, seed: int) -> None:
-    for i in range(8):
-        walk(Random(seed + i), 300, same_hash)
-
-
-@pytest.mark.parametrize("groups", range(1, len(GROUPS)))
-def test_long_walks_with_groups_equal_the_model(groups: int, seed: int) -> None:
-    walk(Random(seed), 250, bool(seed % 2), groups)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("same_hash", [False, True])
-def test_a_million_calls_equal_the_model(same_hash: bool, seed: int) -> None:
-    for i in range(1000):
-        walk(Random(seed + i), 1000, same_hash, i % len(GROUPS))
-
-
-@pytest.fixture
-def seed() -> int:
-    """A new one each run, printed when the test fails."""
-    value = secrets.randbits(48)
-    print(f"seed {value}")
-    return value

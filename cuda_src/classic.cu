@@ -5,10 +5,12 @@
 // Layout     q, out [num_seqs, num_heads, head_dim]; K [num_blocks, num_kv_heads, head_dim / x, block_size, x] with x = 16 bytes of
 //            elements; V [num_blocks, num_kv_heads, head_dim, block_size]; partials [num_seqs, num_heads, max_partitions,
 //            head_dim].
-// Threads    blockIdx = (head, sequence, partition), 4 warps that take blocks of tokens in turn. Logits: kGroup lanes share a
-//            token, so a warp reads kGroup runs of 32 / kGroup neighbouring 16-byte units of K. Values: kLanes lanes share a row
-//            of V, each with kVecTokens neighbouring tokens; sums over lanes by shuffles, over warps through shared memory. With
-//            blocks of 16 tokens in 16 bits lanes 6 and 7 score token 3, and sum tokens 0 to 7 and 8 to 15 of rows 3, 19, ... of V.
+// Threads    blockIdx.x counts heads of one sequence after those of another, blockIdx.z partitions: x may go to 2^31, y only to
+//            65,535. 4 warps take blocks of tokens in turn. Logits: kGroup lanes share a token, so a warp reads kGroup runs of 32 /
+//            kGroup neighbouring 16-byte units of K. Values: kLanes lanes share a row of V, each with kVecTokens neighbouring
+//            tokens; sums over lanes by shuffles, over warps through shared memory. With 32 heads block 70 is head 6 of sequence
+//            2; with blocks of 16 tokens in 16 bits lanes 6 and 7 score token 3, and sum tokens 0 to 7 and 8 to 15 of rows 3, 19,
+//            ... of V.
 // Shared     q [head_dim] | sums of warps [4, head_dim] | 8 floats | logits of all tokens of the pass: 4 bytes a token, which
 //            bounds the context of a single pass. With head_dim 128: 512 + 2048 + 32 bytes, and 57,464 tokens in 227 KiB.
 // Not here   Sharing of K and V between the query heads of a KV head (every head reads them again), windows, several query rows.
@@ -37,7 +39,7 @@ struct Params {
   int num_heads, group, max_partitions, num_blocks, max_blocks;
   int local_blocks, vert_stride, sparse_block, head_step, first_head;  // block-sparse: see `attends`; vert_stride 0: dense
   float scale;
-  int padding;
+  int max_seq_len;  // what shared memory and partials have room for
 };
 static_assert(sizeof(Params) == kParamsBytes, "the host packs another struct");
 
@@ -62,6 +64,14 @@ __device__ __forceinline__ bool attends(const Params& p, int head, int seq_len, 
   const int offset =
       p.head_step >= 0 ? (p.first_head + head) * p.head_step + 1 : (p.first_head + head) / p.group * -p.head_step + 1;
   return theirs > mine - p.local_blocks || (theirs + offset) % p.vert_stride == 0;
+}
+
+__device__ __forceinline__ int length_of(const Params& p, int sequence) {
+#if kDebug
+  return max(0, min(p.seq_lens[sequence], min(p.max_seq_len, p.max_blocks * kBlockSize)));
+#else
+  return p.seq_lens[sequence];
+#endif
 }
 
 __device__ __forceinline__ int page_of(const Params& p, int sequence, int column) {
@@ -163,11 +173,8 @@ __device__ __forceinline__ void sum_values(const Params& p, int head, int sequen
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) classic_attention(const Params p) {
-  const int head = blockIdx.x, sequence = blockIdx.y, partition = blockIdx.z, lane = threadIdx.x % 32;
-  int seq_len = p.seq_lens[sequence];
-#if kDebug
-  seq_len = max(0, min(seq_len, p.max_blocks * kBlockSize));
-#endif
+  const int sequence = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads, partition = blockIdx.z, lane = threadIdx.x % 32;
+  const int seq_len = length_of(p, sequence);
   const int first = kPartition / kBlockSize * partition;
   const int num_blocks = (seq_len + kBlockSize - 1) / kBlockSize;
   const int end = kPartition ? min(num_blocks, first + kPartition / kBlockSize) : num_blocks;
@@ -219,10 +226,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) classic_attention(cons
   }
 }
 
-// Merges the partitions of one (head, sequence) in index order; blockIdx = (head, sequence), a thread is an entry of head_dim.
+// Merges the partitions of one head of one sequence in index order; blockIdx.x as above, a thread is an entry of head_dim.
 extern "C" __global__ void __launch_bounds__(kThreads) classic_reduce(const Params p) {
-  const int head = blockIdx.x, sequence = blockIdx.y;
-  const int count = kPartition ? (p.seq_lens[sequence] + kPartition - 1) / (kPartition ? kPartition : 1) : 0;
+  const int sequence = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads;
+  const int count = kPartition ? (length_of(p, sequence) + kPartition - 1) / (kPartition ? kPartition : 1) : 0;
   const long long begin = ((long long)sequence * p.num_heads + head) * p.max_partitions;
   SoftmaxState state = {negative_infinity(), 0.0f};
   for (int i = 0; i < count; ++i) state.max = fmaxf(state.max, p.max_logits[begin + i]);

@@ -51,6 +51,7 @@ class ClassicKernels(DeviceSide):
             len(call.k_cache),
             call.scale,
         )
+        p["max_seq_len"] = call.max_seq_len
         if call.sparse is not None:
             s = call.sparse
             p["local_blocks"], p["vert_stride"], p["sparse_block"] = s.local_blocks, s.vert_stride, s.block_size
@@ -72,7 +73,7 @@ class ClassicKernels(DeviceSide):
         # one function for every length: compiled once, allowed all the shared memory there is
         most_shared = info.shared_per_block if partition == 0 else shared
         function = self.launcher.get("classic_attention", "classic.cu", defines, most_shared)
-        self.launcher.launch(function, (num_heads, num_seqs, parts), (128, 1, 1), params, shared)
+        self.launcher.launch(function, (num_heads * num_seqs, 1, parts), (128, 1, 1), params, shared)
         if partition:
             reduce = self.launcher.get("classic_reduce", "classic.cu", defines)
-            self.launcher.launch(reduce, (num_heads, num_seqs, 1), (128, 1, 1), params)
+            self.launcher.launch(reduce, (num_heads * num_seqs, 1, 1), (128, 1, 1), params)

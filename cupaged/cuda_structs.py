@@ -64,7 +64,7 @@ CLASSIC = _struct(
     (_PTR, "q", "k_cache", "v_cache", "out", "partials", "max_logits", "exp_sums", "block_tables", "seq_lens", "alibi_slopes"),
     (_PTR, "k_scale", "v_scale"), (_I64, "q_seq", "q_head", "out_seq", "out_head", "k_block", "k_head", "v_block", "v_head", "table_row"),
     (_I32, "num_heads", "group", "max_partitions", "num_blocks", "max_blocks"),
-    (_I32, "local_blocks", "vert_stride", "sparse_block", "head_step", "first_head"), (_F32, "scale"), (_I32, "padding"),
+    (_I32, "local_blocks", "vert_stride", "sparse_block", "head_step", "first_head"), (_F32, "scale"), (_I32, "max_seq_len"),
 )  # fmt: skip
 
 

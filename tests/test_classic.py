@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import devices
@@ -222,6 +222,38 @@ def test_a_context_too_long_for_a_single_pass_is_refused_before_any_launch(rng: 
     with device.active():
         classic.paged_attention_v1(*arguments, 50_000)
     assert_near(out, oracle(case), case.q.dtype)
+
+
+def test_more_sequences_than_a_grid_is_high(rng: np.random.Generator) -> None:
+    """Axes y and z of a grid end at 65,535: sequences are counted on x."""
+    device = devices.simt()
+    case = make_case(rng, device, [9], head_dim=32, block_size=16, group=1, dtype="float32")
+    many = 65_537
+    q, tables, lens = (np.zeros((many, *x.shape[1:]), x.dtype) for x in (case.q, case.tables, case.lens))
+    q[-1:], tables[-1:], lens[-1:] = case.q, case.tables, case.lens
+    got = run(device, replace(case, q=q, tables=tables, lens=lens), 2)
+    assert_near(got[-1:], oracle(case), case.q.dtype)
+    assert (got[:-1] == 0).all()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_debug_mode_clamps_lengths_to_what_there_is_room_for(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    monkeypatch.setenv("CUPAGED_DEBUG", "1")
+    device = devices.simt()
+    put = device.backend.launcher.put
+    case = make_case(rng, device, [48, 48], head_dim=32, block_size=16, group=1, dtype="float32")
+    out, ones = put(np.full_like(case.q, np.nan)), put(np.ones(2, np.float32))
+    parts = [put(np.full((2, 2, 1, *tail), np.nan, np.float32)) for tail in ((), (), (32,))]
+    device.backend.classic_attention(
+        classic.ClassicAttention(
+            put(case.q), case.k_cache, case.v_cache, put(case.tables), put(np.array([10**6, -5], np.int32)), 40, 32**-0.5, None,
+            ones, ones, "float32", None, out, (parts[0], parts[1], parts[2]) if version == 2 else None,
+        )
+    )  # fmt: skip
+    assert_near(out[:1], oracle(replace(case, lens=np.array([40, 0], np.int32)))[:1], case.q.dtype)
+    assert (out[1] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,6 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, WarpSt
     cp_async_wait<1>();
     __syncwarp();
     scores(k_tile, shared().q, x);
-    __syncwarp();
     load_k(tile + kWarps, page);
     if (mapped == kAllLanes && start >= task.clean_lo && start + kTokens <= task.clean_hi) {
       soften<true>(p, shared().rows, scale, start + mine, true, x, state, probabilities);
@@ -189,7 +188,7 @@ __device__ __forceinline__ void run(const Params& p, const Item& item, const Uni
   const int warp = threadIdx.x / 32;
   const Task task = make_task(p, blockIdx.y, item, unit);
 
-  __syncthreads();  // the previous item's shared memory is no longer read
+  // The previous item may still read its states and sums, which nobody writes before the barrier below.
   for (int i = threadIdx.x; i < kRows * kHeadDim; i += kThreads) {
     const bool real = i / kHeadDim < task.num_rows;
     const kQueryType* q = p.q + row_offset(p, task, real ? i / kHeadDim : 0, p.q_token, p.q_head);
@@ -203,7 +202,6 @@ __device__ __forceinline__ void run(const Params& p, const Item& item, const Uni
   if (task.first < task.last) attend(p, task, state);
 
   float* sums = reinterpret_cast<float*>(smem + kStageOffset + warp * kWarpBytes);
-  __syncwarp();
   leave(state, shared().states + warp * kRows, sums);
   finish_task<kWarps>(p, task, item, unit, shared().states, reinterpret_cast<float*>(smem + kStageOffset), kWarpBytes / 4, kHeadDim,
                       1.0f, shared().last_of_unit);

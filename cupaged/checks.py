@@ -194,6 +194,7 @@ def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array)
         if not (slots.size == 0 or slots.dtype.kind in "iu"):
             raise TypeError(f"slot_mapping: expected int64 or int32, got {slots.dtype}")
         with where(slots):
+            _not_captured(slots, "slot_mapping", "int64 or int32", slots)
             slots = slots.astype(np.int64)
     if not is_cupy(slots) and slots.size and slots.max() >= num_slots:
         row = int(np.argmax(slots >= num_slots))
@@ -203,6 +204,7 @@ def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array)
     if slots.flags.c_contiguous:
         return slots
     with where(slots):
+        _not_captured(slots, "slot_mapping", "a contiguous array", slots)
         return array_module(slots).ascontiguousarray(slots)
 
 
@@ -221,13 +223,16 @@ def scales(x: Any, name: str, num_kv_heads: int, like: Array) -> Array:
             raise ValueError(f"{name}: expected a finite number above 0, got {x}")
         return _filled(float(x), num_kv_heads, like.device.id if is_cupy(like) else None)
     a = _beside(x, name, like)
-    if a.size == 1:
+    if a.size == 1 and a.shape != (num_kv_heads,):
         a = array_module(a).broadcast_to(a.reshape(1), (num_kv_heads,))
     if a.shape != (num_kv_heads,):
         raise ValueError(f"{name}: expected a number or [num_kv_heads] = ({num_kv_heads},), got shape {a.shape}")
     if not is_cupy(a) and not (np.isfinite(a) & (a > 0)).all():
         raise ValueError(f"{name}: expected finite values above 0, got {a}")
+    if a.flags.c_contiguous:
+        return a
     with where(a):
+        _not_captured(x, name, f"an array of [num_kv_heads] = ({num_kv_heads},)", a)
         return array_module(a).ascontiguousarray(a)
 
 
@@ -267,17 +272,28 @@ def _beside(x: Any, name: str, like: Array) -> Array:
     if is_cupy(x):
         check_device(x, name, like)
     if is_cupy(like):
+        if is_cupy(x) and x.dtype == np.float32 and x.flags.c_contiguous:
+            return x
         import cupy
 
         with where(like):
-            stream = cupy.cuda.get_current_stream()
-            if not is_cupy(x) and stream.ptr > 1 and stream.is_capturing():
-                raise RuntimeError(
-                    f"{name}: expected a CuPy array while a CUDA graph is captured, got {type(x).__name__}; each replay would copy from "
-                    "memory that is another's by then"
-                )
+            _not_captured(x, name, "a contiguous CuPy array of float32", like)
             return cupy.ascontiguousarray(cupy.asarray(x, np.float32))
     return np.ascontiguousarray(np.asarray(x, np.float32))
+
+
+def _not_captured(x: Any, name: str, expected: str, like: Array) -> None:
+    """Raise RuntimeError while a stream of the device of `like` is captured: what is made of `x` is gone when the graph is replayed."""
+    if not is_cupy(like):
+        return
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr > 1 and stream.is_capturing():  # 0 and 1 are the legacy default stream, which cannot be captured
+        raise RuntimeError(
+            f"{name}: expected {expected} while a CUDA graph is captured, got {type(x).__name__} {getattr(x, 'dtype', '')} "
+            f"{getattr(x, 'shape', '')}; each replay would copy between memory that is another's by then"
+        )
 
 
 def empty_beside(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -6,7 +6,6 @@ executor of the tests); host metadata are plain `numpy.ndarray` and are uploaded
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -56,10 +55,14 @@ class Backend(CacheKernels, AttentionKernels, ClassicKernels):
         self.launcher.get("merge", "merge.cu", merge_defines(o.dtype))
 
 
-@cache
+_backends: dict[int, Backend] = {}
+
+
 def backend(device_id: int) -> Backend:
     """The backend of one CUDA device. Raises RuntimeError for a device older than the kernels support."""
-    return Backend(CupyLauncher(device_id))
+    found = _backends.get(device_id)
+    # one for all threads: plans keep what they have on a device under its backend
+    return found if found is not None else _backends.setdefault(device_id, Backend(CupyLauncher(device_id)))
 
 
 def current_backend() -> Backend:

@@ -5,6 +5,7 @@ Host metadata are plain `numpy.ndarray`; they go to the device with the schedule
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class AttentionKernels(DeviceSide):
 
     def __init__(self, launcher: Launcher) -> None:
         super().__init__(launcher)
-        self._workspaces: dict[int, Workspace] = {}
+        self._workspaces: dict[Hashable, Workspace] = {}
         # Kernels by what a call knows: putting their constants together takes longer.
         self._functions: dict[Any, Any] = {}
 
@@ -57,51 +58,52 @@ class AttentionKernels(DeviceSide):
 
         Over a plan's schedule where metadata are on the host, else over splits whose edges the device finds.
         """
-        pointer, form, lse = self.launcher.pointer, call.form, call.lse
-        plan = call.plan
-        if plan is None:
-            launches, states, tickets = self._unplanned(call)
-            tables_at, lens_at, starts_at = (
-                pointer(call.block_tables),
-                pointer(call.seq_lens),
-                pointer(call.query_start_loc),
-            )
-            workspace = self._stream_workspace()
-        else:
-            work = self._work(plan, form.options)
-            if plan.options is not None:  # others are of one stream alone
-                work.arrive()
-            launches, states, tickets = work.launches.get(form) or self._planned(call, work)
-            tables_at, lens_at, starts_at = work.metadata
-            workspace = work.workspace or self._stream_workspace()
-        partials, partial_states, tickets = workspace.reserve(states, form.options.head_dim, tickets)
-        k, v = pointer(call.k_pages), pointer(call.v_pages)
-        addresses = (
-            k, v, tables_at, pointer(call.q), pointer(call.out), 0 if lse is None else pointer(lse),
-            0 if call.alibi_slopes is None else pointer(call.alibi_slopes), 0 if call.sinks is None else pointer(call.sinks),
-            pointer(call.k_scale), pointer(call.v_scale), lens_at, starts_at, partials, partial_states, tickets,
-        )  # fmt: skip
-        shared = 0, 0
-        if plan is not None and work.shared is not None:  # the end of the workspace is theirs
-            shared = partials + 4 * form.options.head_dim * work.num_states, partial_states + 8 * work.num_states
-        for one in launches:
-            vec = power_of_two(k, v, one.vec)
-            function = one.functions.get(vec)
-            if function is None:
-                function = one.functions[vec] = self._kernel(
-                    one.config,
-                    vec,
-                    planned=plan is not None,
-                    softcap=form.softcap is not None,
-                    alibi=call.alibi_slopes is not None,
+        with self._ring.lock:
+            pointer, form, lse = self.launcher.pointer, call.form, call.lse
+            plan = call.plan
+            if plan is None:
+                launches, states, tickets = self._unplanned(call)
+                tables_at, lens_at, starts_at = (
+                    pointer(call.block_tables),
+                    pointer(call.seq_lens),
+                    pointer(call.query_start_loc),
                 )
-            self.launcher.launch(
-                function,
-                one.grid,
-                (one.config.threads, 1, 1),
-                pack_attention(one.pieces, *addresses, *shared),
-                one.config.shared_bytes,
-            )
+                workspace = self._stream_workspace()
+            else:
+                work = self._work(plan, form.options)
+                if plan.options is not None:  # others are of one stream alone
+                    work.arrive()
+                launches, states, tickets = work.launches.get(form) or self._planned(call, work)
+                tables_at, lens_at, starts_at = work.metadata
+                workspace = work.workspace or self._stream_workspace()
+            partials, partial_states, tickets = workspace.reserve(states, form.options.head_dim, tickets)
+            k, v = pointer(call.k_pages), pointer(call.v_pages)
+            addresses = (
+                k, v, tables_at, pointer(call.q), pointer(call.out), 0 if lse is None else pointer(lse),
+                0 if call.alibi_slopes is None else pointer(call.alibi_slopes), 0 if call.sinks is None else pointer(call.sinks),
+                pointer(call.k_scale), pointer(call.v_scale), lens_at, starts_at, partials, partial_states, tickets,
+            )  # fmt: skip
+            shared = 0, 0
+            if plan is not None and work.shared is not None:  # the end of the workspace is theirs
+                shared = partials + 4 * form.options.head_dim * work.num_states, partial_states + 8 * work.num_states
+            for one in launches:
+                vec = power_of_two(k, v, one.vec)
+                function = one.functions.get(vec)
+                if function is None:
+                    function = one.functions[vec] = self._kernel(
+                        one.config,
+                        vec,
+                        planned=plan is not None,
+                        softcap=form.softcap is not None,
+                        alibi=call.alibi_slopes is not None,
+                    )
+                self.launcher.launch(
+                    function,
+                    one.grid,
+                    (one.config.threads, 1, 1),
+                    pack_attention(one.pieces, *addresses, *shared),
+                    one.config.shared_bytes,
+                )
 
     def _planned(self, call: Attention, work: DeviceWork) -> _Launches:
         """What a call launches for a plan, with the partial states and tickets it needs."""
@@ -173,6 +175,11 @@ class AttentionKernels(DeviceSide):
         return work
 
     def _stream_workspace(self) -> Workspace:
+        if self.launcher.capturing():
+            raise RuntimeError(
+                "plan: attention in a CUDA graph needs memory of its own, and what a stream has, later calls use and replace; make a plan "
+                "with cupaged.plan(..., device='cuda') before the capture and give it to the call"
+            )
         stream = self.launcher.stream()
         found = self._workspaces.get(stream)
         if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,14 @@ from .launcher import Launcher
 
 
 class PinnedRing:
-    """Page-locked buffers that are refilled in turn, each only after the copy out of it has run."""
+    """Page-locked buffers that are refilled in turn, each only after the copy out of it has run.
+
+    Attributes:
+        lock: held from `stage` to `send`: until then another thread would be given the same buffer.
+    """
 
     def __init__(self, launcher: Launcher, slots: int = 4) -> None:
+        self.lock = threading.RLock()
         self._launcher = launcher
         self._buffers: list[Array | None] = [None] * slots
         self._events: list[Any] = [None] * slots
@@ -45,7 +51,11 @@ class PinnedRing:
 
 
 class DeviceSide:
-    """What all operations on one device need: its launcher, and a way there for host arrays."""
+    """What all operations on one device need: its launcher, and a way there for host arrays.
+
+    Threads may call at the same time, on one stream or on several: whoever stages host arrays, or launches more than once over
+    memory of the stream, holds the ring's lock. Plans and caches belong to one thread at a time.
+    """
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
@@ -56,6 +66,7 @@ class DeviceSide:
         if type(x) is not np.ndarray:
             return x
         there = self.launcher.empty(x.shape, x.dtype)
-        self._ring.stage(x.nbytes)[: x.nbytes].view(x.dtype)[:] = x.reshape(-1)
-        self._ring.send(there.reshape(-1).view(np.uint8), x.nbytes)
+        with self._ring.lock:
+            self._ring.stage(x.nbytes)[: x.nbytes].view(x.dtype)[:] = x.reshape(-1)
+            self._ring.send(there.reshape(-1).view(np.uint8), x.nbytes)
         return there

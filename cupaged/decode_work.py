@@ -143,32 +143,33 @@ class DeviceWork:
         n = len(plan.seq_lens)
         columns = min(plan.block_tables.shape[1], sizes.columns)
         end = offsets["block_tables"] + 4 * n * sizes.columns
-        staged = self._ring.stage(end)
+        with self._ring.lock:
+            staged = self._ring.stage(end)
 
-        words = {4: staged[: end // 4 * 4].view(np.int32), 8: staged[: end // 8 * 8].view(np.int64)}
+            words = {4: staged[: end // 4 * 4].view(np.int32), 8: staged[: end // 8 * 8].view(np.int64)}
 
-        def put(offset: int, values: Array, room: int, filler: int) -> None:
-            item, size = values.itemsize, values.size
-            start, section = offset // item, words[item]
-            assert size <= room
-            section[start : start + size] = values if values.ndim == 1 else values.reshape(-1)
-            if size < room:
-                section[start + size : start + room] = filler
+            def put(offset: int, values: Array, room: int, filler: int) -> None:
+                item, size = values.itemsize, values.size
+                start, section = offset // item, words[item]
+                assert size <= room
+                section[start : start + size] = values if values.ndim == 1 else values.reshape(-1)
+                if size < room:
+                    section[start + size : start + room] = filler
 
-        put(offsets["seq_lens"], plan.seq_lens, sizes.seqs, 0)
-        put(offsets["query_start_loc"], plan.query_start_loc, sizes.seqs + 1, int(plan.query_start_loc[-1]))
-        for part, schedule in zip(self.parts, schedules, strict=True):
-            put(part.offsets["share_start"], schedule.share_start, part.shares + 1, len(schedule.items))
-            put(part.offsets["units"], schedule.units, 4 * len(schedule.units), 0)
-            put(part.offsets["items"], schedule.items, 4 * len(schedule.items), 0)
-        slots = np.empty(0, np.int64) if plan.slot_mapping is None else plan.slot_mapping
-        put(offsets["slot_mapping"], slots, sizes.slots, -1)
-        for name, values in ({} if self.shared is None else self.shared.sections).items():
-            put(offsets[name], values, values.size, 0)
-        tables = staged[offsets["block_tables"] : end].view(np.int32).reshape(n, sizes.columns)
-        tables[:, :columns] = plan.block_tables[:, :columns]
-        self._filled = self._ring.send(self.buffer, end)
-        self._streams = {self._launcher.stream()}
+            put(offsets["seq_lens"], plan.seq_lens, sizes.seqs, 0)
+            put(offsets["query_start_loc"], plan.query_start_loc, sizes.seqs + 1, int(plan.query_start_loc[-1]))
+            for part, schedule in zip(self.parts, schedules, strict=True):
+                put(part.offsets["share_start"], schedule.share_start, part.shares + 1, len(schedule.items))
+                put(part.offsets["units"], schedule.units, 4 * len(schedule.units), 0)
+                put(part.offsets["items"], schedule.items, 4 * len(schedule.items), 0)
+            slots = np.empty(0, np.int64) if plan.slot_mapping is None else plan.slot_mapping
+            put(offsets["slot_mapping"], slots, sizes.slots, -1)
+            for name, values in ({} if self.shared is None else self.shared.sections).items():
+                put(offsets[name], values, values.size, 0)
+            tables = staged[offsets["block_tables"] : end].view(np.int32).reshape(n, sizes.columns)
+            tables[:, :columns] = plan.block_tables[:, :columns]
+            self._filled = self._ring.send(self.buffer, end)
+            self._streams = {self._launcher.stream()}
 
     def ready(self) -> None:
         """Other streams wait for all that is enqueued on the current one so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,7 @@ class Growth:
         self.block_size = requests.block_size
         single = len(self._groups) == 1 and not self._limited
         self._decode = DecodeStep(requests, pool) if single else None
+        self.origin = int.from_bytes(os.urandom(8))  # whose steps they are, in other processes too
         self.serial = 0  # of the newest step
         self.after = 0  # of the newest step with copies or swaps
         self.copies = 0  # of all steps
@@ -291,7 +293,7 @@ class Growth:
         step.num_cached = np.zeros(len(lengths), np.int32)
         step.block_size, step.num_blocks = self.block_size, pool.num_blocks
         step.sharing = not tables.limited and pool.sharing  # a table with holes has no beginning to share
-        step.serial, step.after = self.serial, self.after
+        step.origin, step.serial, step.after = self.origin, self.serial, self.after
         step.keep_changes(tables, self._requests.lengths, lengths, copied, self._per)
         if self._per > 1:
             step.to_kernel_blocks(self._per)

@@ -93,6 +93,7 @@ class KVCache:
         self._itemsize = numpy_dtype(dtype).itemsize
         self._xp = _array_module(device)
         self._home: Any = nullcontext() if self._xp is np else self._xp.cuda.Device()  # where the pool will lie
+        self._origin: int | None = None  # the allocator of all steps
         self._begun = 0  # serial of the newest step that began
         self._known: dict[int, _Known] = {}  # by layer
         self._step: Step | None = None  # the step that began last, and by group what the CPU backend keeps for it
@@ -155,10 +156,16 @@ class KVCache:
         """Run the swaps and copies of `step`, before its writes. Repeated for the same step it does nothing.
 
         Everything is enqueued on the current stream. Raises RuntimeError, with nothing changed, when a later step has begun or the
-        swaps or copies of an earlier one did not run, and ValueError when the step's allocator does not fit this cache.
+        swaps or copies of an earlier one did not run, and ValueError when the step's allocator does not fit this cache, or is not
+        that of the steps before.
         """
         if not isinstance(step, Step):
             raise TypeError(f"step: expected the Step that a BlockAllocator gave, got {type(step).__name__}")
+        if step.origin != self._origin and self._origin is not None:
+            raise ValueError(
+                "step: another allocator made it than the steps before; one allocator alone hands out the blocks of a cache: make a cache "
+                "for each"
+            )
         if step.serial == self._begun:
             return
         if step.block_size != self.block_size or step.num_blocks > self.num_blocks:
@@ -187,7 +194,7 @@ class KVCache:
         if len(copies):
             backend_of(self.pool).copy_blocks(self.pool, copies)
             self._copied = step.serial
-        self._begun = step.serial
+        self._origin, self._begun = step.origin, step.serial
         self._step, self._step_records = step, [None] * len(self.groups)
 
     def _swap(self, step: Step) -> None:
@@ -301,7 +308,7 @@ class KVCache:
 
     def _plan(self, step: Step) -> Plan:
         """One plan serves all layers of a step. The allocator made its values, so they need no check."""
-        if step.serial != self._begun:
+        if step.serial != self._begun or step.origin != self._origin:
             raise RuntimeError(
                 f"step: number {step.serial} has not begun (number {self._begun} has); call cache.begin(step) first"
             )

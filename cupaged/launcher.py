@@ -7,7 +7,8 @@ list of everything the package asks of a device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from .kernels import MIN_ARCH, Specialisation, compile_function
 
 Defines = Mapping[str, int | str]  # specialisation constants: -DkHeadDim=64, -DkQueryType=__half
 Dim3 = tuple[int, int, int]
+_PER_THREAD = 2  # cudaStreamPerThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Launcher(Protocol):
     def device(self) -> AbstractContextManager[Any]:
         """Makes the device current for the length of a `with` block."""
 
-    def stream(self) -> int:
+    def stream(self) -> Hashable:
         """A key of the current stream, for caches that must not be shared between streams."""
 
     def capturing(self) -> bool:
@@ -149,7 +151,7 @@ class CupyLauncher:
 
     def copy_async(self, dst: Array, src: Array) -> None:
         runtime = self._cupy.cuda.runtime
-        runtime.memcpyAsync(self.pointer(dst), self.pointer(src), src.nbytes, runtime.memcpyDefault, self.stream())
+        runtime.memcpyAsync(self.pointer(dst), self.pointer(src), src.nbytes, runtime.memcpyDefault, self._handle())
 
     def record(self) -> Any:
         return self._cupy.cuda.get_current_stream().record(self._cupy.cuda.Event(disable_timing=True))
@@ -164,11 +166,16 @@ class CupyLauncher:
         found: AbstractContextManager[Any] = self._device
         return found
 
-    def stream(self) -> int:
+    def stream(self) -> Hashable:
+        handle = self._handle()
+        # every thread has a default stream of its own under this one handle
+        return handle if handle != _PER_THREAD else (handle, threading.get_ident())
+
+    def _handle(self) -> int:
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def capturing(self) -> bool:
-        stream = self.stream()  # 0 and 1 are the legacy default stream, which cannot be captured
+        stream = self._handle()  # 0 and 1 are the legacy default stream, which cannot be captured
         return stream > 1 and bool(self._cupy.cuda.runtime.streamIsCapturing(stream))
 
     @contextmanager

@@ -177,6 +177,8 @@ def plan(
             rows past the step's own come out empty. `max_tokens == max_seqs` is tuned for one query row a sequence. Prefixes are
             never shared: which launches there are is fixed.
 
+    A plan serves one thread and one stream at a time: its calls share its memory for partial results. A graph keeps its addresses.
+
     Raises:
         TypeError, ValueError: naming argument, row and value, what was expected, and the fix.
     """

@@ -33,6 +33,7 @@ class Step:
         num_cached: `[num_seqs] int32`, tokens found in the prefix cache.
         rows: `[num_seqs] int64`, the allocator's rows.
         packed: `int32`, the piece that holds tables, slots, lengths and query starts, so that a device copy is one transfer.
+        origin: a number of the allocator's own, drawn when it was made; no other allocator has it.
         serial: 1, 2, 3 ... in the order in which the allocator made its steps, which is the order to execute them in.
         after: serial of the newest earlier step that had copies or swaps, 0 when there is none.
         block_size, num_blocks: of the allocator; in kernel blocks, as all of the step's block ids, when it has those.
@@ -46,7 +47,7 @@ class Step:
 
     __slots__ = (
         "_before", "_begin", "_copied", "_marked", "_others", "_per", "_shared_prefix", "after", "block_size", "block_tables",
-        "copies", "device", "kind", "num_blocks", "num_cached", "other_groups", "packed", "query_start_loc", "rows", "seq_lens",
+        "copies", "device", "kind", "num_blocks", "num_cached", "origin", "other_groups", "packed", "query_start_loc", "rows", "seq_lens",
         "serial", "sharing", "slot_mapping", "swap_in", "swap_out",
     )  # fmt: skip
 
@@ -60,6 +61,7 @@ class Step:
     num_cached: Int32s
     rows: Ints
     packed: Int32s
+    origin: int
     serial: int
     after: int
     block_size: int

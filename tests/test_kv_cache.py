@@ -176,6 +176,19 @@ def test_a_step_whose_predecessor_with_copies_did_not_run_is_refused() -> None:
         cache.begin(copying)
 
 
+def test_steps_of_two_allocators_are_told_apart() -> None:
+    """Their numbers may be equal: another one's step would pass for one that has begun."""
+    cache = small_cache()
+    own, other = (BlockAllocator(6, 4).add_request("A", 3) for _ in range(2))
+    cache.begin(own)
+    with pytest.raises(ValueError, match="step: another allocator made it than the steps before"):
+        cache.begin(other)
+    q = np.zeros((3, 4, 8), np.float32)
+    with pytest.raises(RuntimeError, match="step: number 1 has not begun"):
+        cache.attend(0, q, other)
+    cache.begin(pickle.loads(pickle.dumps(own)))  # still the same step
+
+
 def test_a_step_whose_predecessor_with_swaps_did_not_run_is_refused() -> None:
     alloc, cache = BlockAllocator(6, 4, host_blocks=2), small_cache(host_blocks=2)
     cache.begin(alloc.add_request("A", 7))

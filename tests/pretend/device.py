@@ -7,6 +7,7 @@ alone (and of the default stream, with streams that are not non-blocking), so th
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -183,7 +184,7 @@ class Pretend:
 
     def stream(self, handle: int) -> Stream:
         if handle <= 2:  # each device has its legacy default stream (0, 1) and one of this thread (2)
-            handle = -2 * self.current - (2 if handle == 2 else 1)
+            handle = -self.current - 1 if handle < 2 else -(threading.get_ident() * 64 + self.current)
             if handle not in self.streams:
                 self.streams[handle] = Stream(self.current, True)
         return self.streams[handle]

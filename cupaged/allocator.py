@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import Tokens, counts_of, integer, integers, listed, new_requests, new_tokens, number
+from .arguments import Tokens, counts_of, flag, integer, integers, listed, new_requests, new_tokens, number
 from .block_pool import BlockPool, Ints
 from .commit import commit
 from .companions import Companions
@@ -89,7 +89,10 @@ class BlockAllocator:
             )
         self.groups = checked(groups)
         self._requests = Rows(self.block_size, self.groups)
-        self._cache = PrefixCache(self.pool, self.block_size, record_events) if prefix_caching else None
+        record_events = flag(record_events, "record_events")
+        self._cache: PrefixCache | None = None
+        if flag(prefix_caching, "prefix_caching"):
+            self._cache = PrefixCache(self.pool, self.block_size, record_events)
         self._companions: Companions | None = None
         if self._cache and (len(self.groups) > 1 or self.groups[0].limited):
             self._companions = Companions(self._cache, self.groups)
@@ -257,7 +260,7 @@ class BlockAllocator:
         selected = requests.select(() if ids is None and rows is None else ids, rows)
         lengths = requests.lengths.take(selected)
         plan = self._growth.plan(selected, lengths, counts_of(n, len(selected)))
-        returning, calls = self._preemption.select(restore, None), new_requests(new)
+        returning, calls = self._preemption.select(listed(restore, "restore"), None), new_requests(new)
         if not calls and not len(returning):
             return max(plan.num_blocks - plan.freed, 0)
         rehearsal = Rehearsal(self.pool)

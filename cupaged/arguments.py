@@ -1,4 +1,6 @@
-"""What callers of the control plane may pass, as checked ints and arrays. Messages name the argument, what was expected and what came."""
+"""What callers may pass: numbers and names, and for the control plane ids and arrays of ints. Messages name the argument, what was
+expected and what came.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int32]
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_INT32_MOST = 2**31 - 1
 _MOST = 2**40  # no pool could hold so many tokens, and sums of them are exact
 _NEW_REQUEST = {"n", "token_ids", "extra_key"}  # arguments of `add_request` beside the id
 
@@ -34,17 +37,63 @@ def number(value: Any, name: str, low: float, high: float = math.inf) -> Any:
     """`value`, a number from `low` to `high`; raises ValueError, or TypeError when it is no number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
-    if not low <= float(value) <= high:
+    compared: Any = value  # as it is: an int may be too large for a float
+    if not low <= compared <= high:
         raise ValueError(f"{name}: expected a number from {low} to {high}, got {value}")
     return value
 
 
+def finite(value: Any, name: str, wanted: str = "a finite number", above: float = -math.inf) -> float:
+    """`value`, a finite number above `above`, as a float; `wanted` says what is. Raises ValueError, or TypeError when it is no number."""
+    if type(value) is not float:
+        array = host_array(value, name)
+        if array.ndim or not is_real(array.dtype):
+            raise TypeError(f"{name}: expected {wanted}, got {value!r}")
+        value = float(array)
+    if not (value > above and math.isfinite(value)):
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
+    return float(value)
+
+
+def is_real(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is one of numbers, not complex, ours of `ml_dtypes` included; bool is none."""
+    return dtype.kind in "fiu" or (dtype.kind == "V" and np.can_cast(dtype, np.float64))
+
+
+def count(value: Any, name: str, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is an integer from 1 to what int32 holds, as kernels take it; or None, where that is `optional`."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name}: expected {'None or ' * optional}an integer of at least 1, got {value!r}")
+    if value > _INT32_MOST:
+        raise ValueError(f"{name}: expected {'None or ' * optional}an integer of at most 2**31 - 1, got {value}")
+
+
+def flag(value: Any, name: str) -> bool:
+    """`value` as a bool; raises TypeError for all else, since "no" and an array of bools are true as well."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def choice(value: Any, name: str, choices: Sequence[str | None]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(str(each) for each in choices)}, got {value!r}")
+
+
+def host_array(values: Any, name: str, wanted: str = "an array of numbers on the host") -> npt.NDArray[Any]:
+    """`values` as an array on the host; raises ValueError or TypeError for what NumPy makes none of."""
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:  # a list of lists of several lengths, an array on a device
+        raise type(error)(f"{name}: expected {wanted}, got {values!r} ({error})") from error
+
+
 def integers(values: npt.ArrayLike, name: str) -> Ints:
     """`values` as an `[n] int64` array; raises TypeError for other dtypes and ValueError for other shapes."""
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise ValueError(f"{name}: expected a flat list of integers, got {values!r} ({error})") from error
+    array = host_array(values, name, "a flat list of integers")
     if array.dtype == _INT64 and array.ndim == 1:
         return array
     if array.dtype == _INT32 and array.ndim == 1:
@@ -60,9 +109,14 @@ def listed(ids: Iterable[Hashable], name: str = "ids") -> Sequence[Hashable]:
     """`ids` as a list or tuple; raises TypeError for a single id."""
     if isinstance(ids, (list, tuple)):
         return ids
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes)) or not is_iterable(ids):
         raise TypeError(f"{name}: expected a list of ids, got {ids!r}; write [{ids!r}]")
     return list(ids)
+
+
+def is_iterable(values: Any) -> bool:
+    """Whether `values` can be iterated over, which an array of no dimension only pretends."""
+    return isinstance(values, Iterable) and getattr(values, "ndim", 1) > 0
 
 
 def counts_of(n: int | npt.ArrayLike, size: int, name: str = "n") -> Ints:
@@ -89,7 +143,7 @@ def new_tokens(n: int | None, token_ids: npt.ArrayLike | None) -> tuple[Ints, To
 
 def new_requests(new: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """`new` as a list of arguments of `add_request`, each without an id."""
-    calls = [new] if isinstance(new, Mapping) or not isinstance(new, Iterable) else list(new)
+    calls: list[Any] = [new] if isinstance(new, Mapping) or not is_iterable(new) else list(new)
     for arguments in calls:
         if calls[0] is new or not isinstance(arguments, Mapping) or not _NEW_REQUEST.issuperset(arguments):
             raise TypeError(

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from . import reference
+from .arguments import flag
 from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_cupy, pages_view
 from .call_form import Form, RepeatedCall, call_form, cannot_change, check_results
 from .checks import (
+    check_apart,
     check_caches,
     check_device,
     check_rows,
@@ -92,10 +94,13 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023);
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
-    plain = lse is None and alibi_slopes is None and sinks is None and not return_lse
+    plain = lse is None and alibi_slopes is None and sinks is None and return_lse is False
     repeated = None
     if plain:
-        repeated = last_call(block_tables, seq_lens, query_start_loc) if plan is None else plan.repeated
+        if plan is None:
+            repeated = last_call(block_tables, seq_lens, query_start_loc)
+        elif type(plan) is Plan:
+            repeated = plan.repeated
     if repeated is not None:
         result = repeated.repeat(
             q, k_cache, v_cache, out, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix, k_scale, v_scale
@@ -103,7 +108,7 @@ def paged_attention(
         if result is not None:
             return result
     given = k_cache, v_cache
-    q = as_array(q, "q")
+    q, return_lse = as_array(q, "q"), flag(return_lse, "return_lse")
     form, key = call_form(
         q, k_cache, v_cache, out, lse, return_lse, layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix,
         k_scale, v_scale, alibi_slopes is not None,
@@ -164,6 +169,7 @@ def call_on_pages(
 ) -> Attention:
     """A call of `paged_attention` over HND `pages`, which hold what the third says, for a plan: checked, for `run_attention`."""
     k_pages, v_pages, kv_dtype = pages
+    return_lse = flag(return_lse, "return_lse")
     form, key = call_form(
         q, k_pages, v_pages, out, lse, return_lse, "HND", kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix,
         k_scale, v_scale, alibi_slopes is not None,
@@ -173,6 +179,9 @@ def call_on_pages(
     return _checked(
         form, key, q, k_pages, v_pages, metadata, plan, alibi_slopes, sinks, k_scale, v_scale, out, lse, return_lse
     )
+
+
+OPTIONS = tuple(call_on_pages.__kwdefaults__ or ())  # those of `paged_attention` that neither pages nor plan settle
 
 
 def _unplanned(
@@ -200,6 +209,8 @@ def _unplanned(
 
 
 def _check_plan(plan: Plan, form: Form, num_tokens: int) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected what cupaged.plan returns, got {type(plan).__name__}")
     if plan.block_size != form.block_size or plan.num_blocks > form.num_blocks:
         raise ValueError(
             f"plan: made for {plan.num_blocks} blocks of {plan.block_size} tokens, but the caches hold {form.num_blocks} blocks of "
@@ -227,9 +238,12 @@ def _checked(
         check_results(form, key, q, out, lse)
     if out is None:
         out = empty_beside(q, q.shape, q.dtype)
-    elif out is q:
-        raise ValueError("out: expected an array other than q; q is still read while out is written")
-    if lse is None and return_lse:
+    else:
+        check_apart(out, "out", q, "q")
+    if lse is not None:
+        check_apart(lse, "lse", q, "q")
+        check_apart(lse, "lse", out, "out")
+    elif return_lse:
         lse = empty_beside(q, q.shape[:2], np.float32)
     return Attention(
         q, k_pages, v_pages, *metadata, form.scale, o.causal, o.window, o.chunk, form.softcap, alibi_slopes, sinks, k_scale, v_scale,

@@ -82,12 +82,12 @@ class BlockPool:
         if drop is not None:
             if reuse is not None:
                 raise TypeError("reuse, drop: expected one of the two at most, got both; release first")
-            left = self.num_free + self.would_free(self._ids(drop[0]))
+            left = self.num_free + self.would_free(self._ids(drop[0], "drop"))
             if count > left:
                 raise OutOfBlocks(count, left)
             self.release(*drop)
         kept = idle = _NONE
-        if reuse is not None and len(kept := self._ids(reuse)):
+        if reuse is not None and len(kept := self._ids(reuse, "reuse")):
             idle = kept.take((self.ref_count.take(kept) == _ZERO).nonzero()[0])
             last = self.last_of_each(idle)
             if np.count_nonzero(last) < len(idle):
@@ -210,11 +210,11 @@ class BlockPool:
                 free,
             )
 
-    def _ids(self, blocks: npt.ArrayLike) -> Ints:
-        ids = integers(blocks, "blocks")
+    def _ids(self, blocks: npt.ArrayLike, name: str = "blocks") -> Ints:
+        ids = integers(blocks, name)
         huge = ids.view(np.uint64)  # a negative id is a huge one
         if len(ids) and huge[huge.argmax()] >= self.num_blocks:
-            raise ValueError(f"blocks: expected ids from 0 to {self.num_blocks - 1}, got {ids.min()} to {ids.max()}")
+            raise ValueError(f"{name}: expected ids from 0 to {self.num_blocks - 1}, got {ids.min()} to {ids.max()}")
         return ids
 
     @staticmethod

@@ -7,13 +7,13 @@ an equal value of another type is refused (`window=True`). Arrays themselves are
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .arrays import Array, is_cupy
+from .arguments import choice, count, finite, flag
+from .arrays import LAYOUTS, Array, is_cupy
 from .checks import check_caches, check_result, check_rows, scales
 from .plan import PlanOptions, same_options
 
@@ -60,8 +60,9 @@ def call_form(
             type(v_cache), v_cache.shape, v_cache.strides, v_cache.dtype,
             out is None or (type(out), out.shape, out.strides, out.dtype),
             bool(return_lse) if lse is None else (type(lse), lse.shape, lse.strides, lse.dtype),
-            where, layout, kv_dtype, scale, causal, window, type(window), chunk, type(chunk), softcap, num_splits, type(num_splits),
-            share_prefix, number, k_scale if number[0] else None, v_scale if number[1] else None, alibi,
+            where, layout, kv_dtype, scale, type(scale), causal, type(causal), window, type(window), chunk, type(chunk),
+            softcap, type(softcap), num_splits, type(num_splits), share_prefix, type(share_prefix), number,
+            k_scale if number[0] else None, v_scale if number[1] else None, alibi,
         )  # fmt: skip
         found = _forms.get(key)
     except (AttributeError, TypeError):
@@ -133,6 +134,7 @@ def _checked(
     k_scale: float | None, v_scale: float | None,
 ) -> Form:  # fmt: skip
     check_rows(q, "q", "[num_tokens, num_heads, head_dim]")
+    choice(layout, "layout", LAYOUTS)
     if layout == "classic":
         raise ValueError("layout: 'classic' pages are read by cupaged.classic.paged_attention_v1 / paged_attention_v2")
     k_pages, _, held = check_caches(k_cache, v_cache, q, layout, kv_dtype, writing=False)
@@ -147,18 +149,16 @@ def _checked(
     if num_heads % num_kv_heads:
         raise ValueError(f"q: expected num_heads to be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
     for name, x in (("window", window), ("chunk", chunk), ("num_splits", num_splits)):
-        if x is not None and (isinstance(x, bool) or not isinstance(x, (int, np.integer)) or x < 1):
-            raise ValueError(f"{name}: expected None or an integer of at least 1, got {x!r}")
-    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap: expected None or a finite number above 0, got {softcap!r}")
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+        count(x, name, optional=True)
+    if softcap is not None:
+        softcap = finite(softcap, "softcap", "None or a finite number above 0", 0.0)
+    scale = head_dim**-0.5 if scale is None else finite(scale, "scale")
     return Form(
         same_options(
-            num_heads, num_kv_heads, head_dim, str(q.dtype.name), held, window, chunk, num_splits, bool(causal), bool(share_prefix)
+            num_heads, num_kv_heads, head_dim, str(q.dtype.name), held, window, chunk, num_splits, flag(causal, "causal"),
+            flag(share_prefix, "share_prefix"),
         ),
-        num_blocks, block_size, scale, None if softcap is None else float(softcap),
+        num_blocks, block_size, scale, softcap,
         None if k_scale is None else scales(k_scale, "k_scale", num_kv_heads, q),
         None if v_scale is None else scales(v_scale, "v_scale", num_kv_heads, q),
     )  # fmt: skip

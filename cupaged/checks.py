@@ -5,13 +5,13 @@ A message names the argument, what was expected and what came, and where it is n
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from .arguments import choice, finite, host_array, is_real
 from .arrays import DTYPES, FP8_DTYPES, LAYOUTS, Array, as_array, is_cupy, pages_view
 from .plan import check_metadata
 
@@ -44,13 +44,22 @@ _right_forms: dict[Any, str] = {}  # what `check_caches` says of host caches: it
 
 
 def check_caches(
-    k_cache: Array, v_cache: Array, like: Array, layout: str, kv_dtype: str | None, *, writing: bool
+    k_cache: Array,
+    v_cache: Array,
+    like: Array,
+    layout: str,
+    kv_dtype: str | None,
+    *,
+    writing: bool,
+    names: tuple[str, str, str] = ("k_cache", "v_cache", "kv_dtype"),
 ) -> tuple[Array, Array, str]:
-    """Both caches as HND views (classic as they are) and the name of what they hold."""
+    """Both caches as HND views (classic as they are) and the name of what they hold; messages speak of `names`."""
     form = None
     if (
         type(k_cache) is type(v_cache) is type(like) is np.ndarray
+        and type(layout) is str
         and layout == "HND"
+        and (kv_dtype is None or type(kv_dtype) is str)
         and kv_dtype in _KV_DTYPES
         and not writing
     ):
@@ -58,16 +67,18 @@ def check_caches(
         held = _right_forms.get(form)
         if held is not None:
             return k_cache, v_cache, held
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
-    for cache, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
+    k_name, v_name, dtype_word = names
+    choice(layout, "layout", LAYOUTS)
+    if not (kv_dtype is None or isinstance(kv_dtype, str)):
+        raise TypeError(f"{dtype_word}: expected None or a name, such as 'fp8_e4m3', got {kv_dtype!r}")
+    for cache, name in ((k_cache, k_name), (v_cache, v_name)):
         if not isinstance(cache, np.ndarray) and not is_cupy(cache):
             raise TypeError(f"{name}: expected a NumPy or CuPy array, which can be written, got {type(cache).__name__}")
         check_device(cache, name, like)
         if writing and isinstance(cache, np.ndarray) and not cache.flags.writeable:
             raise TypeError(f"{name}: expected a writable array, got a read-only one")
         if cache.dtype != k_cache.dtype:
-            raise TypeError(f"v_cache: expected dtype {k_cache.dtype} as k_cache has, got {v_cache.dtype}")
+            raise TypeError(f"{v_name}: expected dtype {k_cache.dtype} as {k_name} has, got {v_cache.dtype}")
         k_classic = layout == "classic" and cache is k_cache
         if cache.ndim != (5 if k_classic else 4):
             raise ValueError(
@@ -78,23 +89,25 @@ def check_caches(
     held = dtype_name(k_cache)
     if held == "uint8":
         if kv_dtype not in FP8_DTYPES:
-            raise ValueError(f"kv_dtype: expected {' or '.join(FP8_DTYPES)} for uint8 pages, got {kv_dtype!r}")
+            raise ValueError(f"{dtype_word}: expected {' or '.join(FP8_DTYPES)} for uint8 pages, got {kv_dtype!r}")
         held = kv_dtype
     elif held not in DTYPES:
-        raise TypeError(f"k_cache: expected dtype {', '.join(DTYPES)}, or uint8 for fp8, got {held}")
+        raise TypeError(f"{k_name}: expected dtype {', '.join(DTYPES)}, or uint8 for fp8, got {held}")
     elif kv_dtype not in (None, held):
-        raise ValueError(f"kv_dtype: the pages are {held}, got {kv_dtype!r}; fp8 pages come as uint8")
+        raise ValueError(
+            f"{dtype_word}: expected None or {held}, as the pages are, got {kv_dtype!r}; fp8 pages come as uint8"
+        )
     if layout == "classic":
         num_blocks, num_kv_heads, head_dim, block_size = v_cache.shape
         x = 16 // k_cache.itemsize
         if head_dim % x or block_size not in (8, 16, 32, 64, 128):
             raise ValueError(
-                f"v_cache: the classic layout needs head_dim % {x} == 0 and a block size of 8, 16, 32, 64 or 128, got shape "
+                f"{v_name}: the classic layout needs head_dim % {x} == 0 and a block size of 8, 16, 32, 64 or 128, got shape "
                 f"{v_cache.shape}; use layout='HND'"
             )
         wanted = (num_blocks, num_kv_heads, head_dim // x, block_size, x)
         if k_cache.shape != wanted:
-            raise ValueError(f"k_cache: expected {wanted} beside v_cache {v_cache.shape}, got {k_cache.shape}")
+            raise ValueError(f"{k_name}: expected {wanted} beside {v_name} {v_cache.shape}, got {k_cache.shape}")
         return k_cache, v_cache, held
     if v_cache.shape != k_cache.shape:
         raise ValueError(f"v_cache: expected shape {k_cache.shape} as k_cache has, got {v_cache.shape}")
@@ -183,7 +196,9 @@ def device_metadata(
 
 
 def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array) -> Array:
-    slots = slot_mapping if is_cupy(slot_mapping) else np.asanyarray(slot_mapping)
+    slots = slot_mapping
+    if not is_cupy(slots) and not isinstance(slots, np.ndarray):
+        slots = host_array(slots, "slot_mapping")
     if is_cupy(slots):
         check_device(slots, "slot_mapping", like)
     if slots.ndim != 1 or len(slots) > num_tokens:
@@ -218,10 +233,9 @@ def per_head(x: Any, name: str, num_heads: int, like: Array) -> Array | None:
 
 
 def scales(x: Any, name: str, num_kv_heads: int, like: Array) -> Array:
-    if isinstance(x, (int, float, np.number)):
-        if not (x > 0 and math.isfinite(x)):
-            raise ValueError(f"{name}: expected a finite number above 0, got {x}")
-        return _filled(float(x), num_kv_heads, like.device.id if is_cupy(like) else None)
+    if isinstance(x, (int, float, np.generic)):
+        value = finite(x, name, "a finite number above 0", 0.0)
+        return _filled(value, num_kv_heads, like.device.id if is_cupy(like) else None)
     a = _beside(x, name, like)
     if a.size == 1 and a.shape != (num_kv_heads,):
         a = array_module(a).broadcast_to(a.reshape(1), (num_kv_heads,))
@@ -268,9 +282,13 @@ def where(x: Array) -> AbstractContextManager[Any]:
 
 
 def _beside(x: Any, name: str, like: Array) -> Array:
-    """`x` as a contiguous float32 array on the side of `like`."""
+    """`x` as a contiguous float32 array on the side of `like`; raises TypeError unless it holds real numbers."""
     if is_cupy(x):
         check_device(x, name, like)
+    else:
+        x = host_array(x, name)
+    if not is_real(x.dtype):
+        raise TypeError(f"{name}: expected an array of numbers, got dtype {x.dtype}")
     if is_cupy(like):
         if is_cupy(x) and x.dtype == np.float32 and x.flags.c_contiguous:
             return x
@@ -302,6 +320,19 @@ def empty_beside(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return np.empty(shape, dtype)
     with where(like):
         return array_module(like).empty(shape, dtype)
+
+
+def check_apart(x: Array, name: str, other: Array, other_name: str) -> None:
+    """Raise ValueError for a result `x` that shares memory with `other`, which is read while `x` is written."""
+    if is_cupy(x) or is_cupy(other):
+        shared = is_cupy(x) and is_cupy(other) and x.data.ptr == other.data.ptr and x.size > 0
+    else:
+        shared = np.shares_memory(x, other)
+    if shared:
+        raise ValueError(
+            f"{name}: expected an array other than {other_name}, got one that shares memory with it; {other_name} is still read while "
+            f"{name} is written"
+        )
 
 
 def check_result(x: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from . import attention, reference
-from .arrays import Array
-from .checks import check_caches, check_result, check_rows, metadata_arrays, per_head, scales
+from .arguments import choice, finite, integer
+from .arrays import DTYPES, FP8_DTYPES, Array, as_array
+from .checks import check_apart, check_caches, check_result, check_rows, metadata_arrays, per_head, scales
 
+_MOST = 2**31 - 1
 PARTITION_SIZE = 512  # tokens of one partition of v2; CLASSIC_PARTITION of cuda_structs.py
 
 
@@ -150,10 +152,21 @@ def _run(
     v_scale: float | Array, tp_rank: int, local_blocks: int, vert_stride: int, sparse_block_size: int, head_step: int,
     partials: tuple[Array, Array, Array] | None,
 ) -> None:  # fmt: skip
+    query = as_array(query, "query")
     check_rows(query, "query", "[num_seqs, num_heads, head_dim]")
+    num_kv_heads, block_size = integer(num_kv_heads, "num_kv_heads", 1), integer(block_size, "block_size", 1)
+    max_seq_len, tp_rank = integer(max_seq_len, "max_seq_len", 0), integer(tp_rank, "tp_rank", 0)
+    local_blocks = integer(local_blocks, "blocksparse_local_blocks", 0)
+    vert_stride = integer(vert_stride, "blocksparse_vert_stride", 0)
+    sparse_block_size = integer(sparse_block_size, "blocksparse_block_size", 0)
+    head_step = integer(head_step, "blocksparse_head_sliding_step", -_MOST, _MOST)
+    choice(kv_cache_dtype, "kv_cache_dtype", ("auto", "fp8", *FP8_DTYPES, *DTYPES))
     num_seqs, num_heads, head_dim = query.shape
     kv_dtype = {"auto": None, "fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)
-    k_pages, v_pages, kv_dtype = check_caches(key_cache, value_cache, query, "classic", kv_dtype, writing=False)
+    k_pages, v_pages, kv_dtype = check_caches(
+        key_cache, value_cache, query, "classic", kv_dtype, writing=False,
+        names=("key_cache", "value_cache", "kv_cache_dtype"),
+    )  # fmt: skip
     if v_pages.shape[1:] != (num_kv_heads, head_dim, block_size):
         raise ValueError(
             f"value_cache: expected [num_blocks, {num_kv_heads}, {head_dim}, {block_size}], got {v_pages.shape}"
@@ -168,9 +181,10 @@ def _run(
     if isinstance(lens, np.ndarray) and max_seq_len < lens.max(initial=0):
         raise ValueError(f"max_seq_len: expected at least {lens.max()}, the longest of seq_lens, got {max_seq_len}")
     check_result(out, "out", query.shape, query.dtype, query)
+    check_apart(out, "out", query, "query")
     if partials is not None:
         parts = max(-(-max_seq_len // PARTITION_SIZE), 1)
-        shape = (num_seqs, num_heads, max(parts, partials[0].shape[2]) if partials[0].ndim == 3 else parts)
+        shape = (num_seqs, num_heads, max(parts, partials[0].shape[2]) if np.ndim(partials[0]) == 3 else parts)
         for x, name, wanted in zip(
             partials, ("exp_sums", "max_logits", "tmp_out"), (shape, shape, (*shape, head_dim)), strict=True
         ):
@@ -185,7 +199,8 @@ def _run(
             )
         sparse = BlockSparse(local_blocks, vert_stride, sparse_block_size, head_step, tp_rank * num_heads)
     call = ClassicAttention(
-        query, k_pages, v_pages, tables, lens, max_seq_len, float(scale), per_head(alibi_slopes, "alibi_slopes", num_heads, query),
+        query, k_pages, v_pages, tables, lens, max_seq_len, finite(scale, "scale"),
+        per_head(alibi_slopes, "alibi_slopes", num_heads, query),
         scales(k_scale, "k_scale", num_kv_heads, query), scales(v_scale, "v_scale", num_kv_heads, query), kv_dtype, sparse, out, partials,
     )  # fmt: skip
     if num_seqs:

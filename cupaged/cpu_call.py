@@ -52,7 +52,9 @@ def _is_like(record: int, step: int, q: int, out: int, k_cache: int, v_cache: in
     """Whether the checks of the call of `record` hold for one on these arrays too; without `v_cache` pages need none."""
     if v_cache and not (has_form(k_cache, record + _K_CACHE, 0) and has_form(v_cache, record + _V_CACHE, 0)):
         return False
-    if q == out or not (has_form(q, record + _Q, 1) and has_form(out, record + _OUT, 1) and can_be_written(out)):
+    if not (has_form(q, record + _Q, 1) and has_form(out, record + _OUT, 1) and can_be_written(out)):
+        return False
+    if data_of(q) == data_of(out):
         return False
     rows = rows_of(q)
     planned = peek_int(peek_long(step + _STARTS) + 4 * peek_long(step + _NUM_SEQS))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import count, flag
 from .arrays import Array, numpy_dtype
 from .cuda_attention import AttentionKernels
 from .cuda_cache import CacheKernels
@@ -101,8 +102,8 @@ def warmup(
     wrong sizes, ModuleNotFoundError without CuPy and RuntimeError without a GPU.
     """
     options = plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, None, None, None, True, share_prefix)
-    if isinstance(max_queries, bool) or not isinstance(max_queries, (int, np.integer)) or max_queries < 1:
-        raise ValueError(f"max_queries: expected an integer of at least 1, got {max_queries!r}")
+    count(max_queries, "max_queries")
+    softcap, alibi = flag(softcap, "softcap"), flag(alibi, "alibi")
     current_backend().warmup(options, int(max_queries), softcap, alibi)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arguments import integer
+from .arguments import integer, is_iterable
 from .block_pool import Ints
 
 
@@ -32,7 +32,7 @@ class Group:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, Iterable):
+        if not is_iterable(self.layers):
             raise TypeError(f"layers: expected a list of layer numbers, got {self.layers!r}; write [{self.layers!r}]")
         object.__setattr__(self, "layers", tuple(integer(layer, "layers", 0) for layer in self.layers))
         for name in ("window", "chunk"):
@@ -65,7 +65,7 @@ def checked(groups: Iterable[Group] | None) -> list[Group]:
     """`groups` as a list, by default one of full attention; raises TypeError and ValueError."""
     if groups is None:
         return [Group()]
-    if not isinstance(groups, Iterable):
+    if not is_iterable(groups):
         raise TypeError(f"groups: expected a list of cupaged.Group objects, got {groups!r}; write [{groups!r}]")
     result = list(groups)
     if not result:

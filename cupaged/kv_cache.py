@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import integer, number
+from .arguments import choice, integer, number
 from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
-from .attention import backend_of, call_on_pages, run_attention, write_pages
+from .attention import OPTIONS, backend_of, call_on_pages, run_attention, write_pages
 from .call_form import cannot_change
 from .checks import check_device, check_rows, where
 from .groups import Group, checked
@@ -67,13 +67,9 @@ class KVCache:
             raise ValueError(
                 f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad the heads with zeros"
             )
-        for name, choice, choices in (
-            ("layout", layout, ("HND", "NHD")),
-            ("order", order, ("page", "layer")),
-            ("device", device, ("cpu", "cuda", "auto")),
-        ):
-            if choice not in choices:
-                raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {choice!r}")
+        choice(layout, "layout", ("HND", "NHD"))
+        choice(order, "order", ("page", "layer"))
+        choice(device, "device", ("cpu", "cuda", "auto"))
         if not isinstance(dtype, str):
             raise TypeError(f"dtype: expected the name of a dtype, such as 'float16', got {dtype!r}")
         self.host_blocks = integer(host_blocks, "host_blocks", 0)
@@ -159,8 +155,7 @@ class KVCache:
         swaps or copies of an earlier one did not run, and ValueError when the step's allocator does not fit this cache, or is not
         that of the steps before.
         """
-        if not isinstance(step, Step):
-            raise TypeError(f"step: expected the Step that a BlockAllocator gave, got {type(step).__name__}")
+        _check_step(step)
         if step.origin != self._origin and self._origin is not None:
             raise ValueError(
                 "step: another allocator made it than the steps before; one allocator alone hands out the blocks of a cache: make a cache "
@@ -213,13 +208,13 @@ class KVCache:
     ) -> None:
         """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
         unscaled = type(k_scale) is type(v_scale) is float and k_scale == v_scale == 1.0
-        known = self._known.get(layer)
+        known = self._known.get(layer) if type(layer) is int else None
         if unscaled and known is not None and known.write is not None:
             record = self._step_record(known.group, step)
             if known.write(known.pages, k, v, record.where):
                 return
         pages = self._pages_of(layer)
-        slots: Array = self._plan(step.group(self._places[layer][0])).write_slots
+        slots: Array = self._plan(step, self._places[layer][0]).write_slots
         k, v = as_array(k, "k"), as_array(v, "v")
         check_rows(k, "k", "[num_tokens, num_kv_heads, head_dim]")
         check_device(k, "k", pages[0])
@@ -238,7 +233,7 @@ class KVCache:
         `k` and `v`, both or none, are stored first, as `write` does: one call costs less than two. All that is wrong is found before.
         With groups `window` and `chunk` are those of the layer's group; raises ValueError for others.
         """
-        known = self._known.get(layer)
+        known = self._known.get(layer) if type(layer) is int else None
         if (
             known is not None
             and known.attend is not None
@@ -253,10 +248,13 @@ class KVCache:
                 out = known.attend(known.pages, q, record.where, known.written, k, v) if known.written else None
             if out is not None:
                 return out
+        for name in how:
+            if name not in OPTIONS:
+                raise TypeError(_no_option(name))
         given = dict(how)
         pages = self._pages_of(layer)
         g = self._places[layer][0]
-        plan = self._plan(step.group(g))
+        plan = self._plan(step, g)
         if self._own_groups:
             for name in ("window", "chunk"):
                 own = getattr(self.groups[g], name)
@@ -299,15 +297,17 @@ class KVCache:
 
     def _step_record(self, group: int, step: Step) -> Any:
         """What the CPU backend keeps of a step for all layers of a group. Raises RuntimeError for a step that has not begun."""
-        plan = self._plan(step.group(group))
+        plan = self._plan(step, group)
         if plan.host is None:
             plan.host = self._backend.StepRecord(plan)
         if step is self._step:
             self._step_records[group] = plan.host
         return plan.host
 
-    def _plan(self, step: Step) -> Plan:
-        """One plan serves all layers of a step. The allocator made its values, so they need no check."""
+    def _plan(self, step: Step, group: int) -> Plan:
+        """One plan serves all layers of a step and a group. The allocator made its values, so they need no check."""
+        _check_step(step)
+        step = step.group(group)
         if step.serial != self._begun or step.origin != self._origin:
             raise RuntimeError(
                 f"step: number {step.serial} has not begun (number {self._begun} has); call cache.begin(step) first"
@@ -392,6 +392,27 @@ def _alike(how: dict[str, Any], earlier: dict[str, Any]) -> bool:
     return len(how) == len(earlier) and all(earlier.get(name, how) is x for name, x in how.items())
 
 
+def _check_step(step: Any) -> None:
+    if not isinstance(step, Step):
+        raise TypeError(f"step: expected the Step that a BlockAllocator gave, got {type(step).__name__}")
+
+
+_OF_THE_CACHE = ("k_cache", "v_cache", "layout", "kv_dtype")
+_OF_THE_STEP = ("block_tables", "seq_lens", "query_start_loc", "plan")
+
+
+def _no_option(name: str) -> str:
+    """What to say of a keyword that `KVCache.attend` does not take."""
+    if name in _OF_THE_CACHE or name in _OF_THE_STEP:
+        source = "cache" if name in _OF_THE_CACHE else "step"
+        return f"{name}: KVCache.attend takes it from the {source}; leave it out"
+    from difflib import get_close_matches  # what only a mistake needs costs no import
+
+    near = get_close_matches(name, OPTIONS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(OPTIONS)}"
+    return f"{name}: KVCache.attend has no such option; {hint}"
+
+
 def blocks_for(
     num_bytes: int,
     *,
@@ -404,7 +425,7 @@ def blocks_for(
 ) -> int:
     """How many blocks of a `KVCache` with these sizes fit into `num_bytes`. Raises ValueError below 0."""
     cache = KVCache(num_layers, 1, block_size, num_kv_heads, head_dim, dtype, device="cpu", groups=groups)
-    return int(number(num_bytes, "num_bytes", 0) // cache.bytes_per_block)
+    return int(number(num_bytes, "num_bytes", 0, 2**63 - 1) // cache.bytes_per_block)
 
 
 def _array_module(device: str) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arguments import choice, count, flag, host_array
 from .arrays import DTYPES, FP8_DTYPES, Array
 from .shared_prefix import SharedPrefix, find_shared_prefix
 
@@ -118,6 +119,8 @@ class Plan:
 
         All or nothing. Raises ValueError when the step does not fit the bounds.
         """
+        if not hasattr(step, "slot_mapping"):
+            raise TypeError(f"step: expected the Step that a BlockAllocator gave, got {type(step).__name__}")
         if step.block_size != self.block_size:
             raise ValueError(f"step: expected block_size {self.block_size} as the plan has, got {step.block_size}")
         fresh = Plan(
@@ -182,6 +185,11 @@ def plan(
     Raises:
         TypeError, ValueError: naming argument, row and value, what was expected, and the fix.
     """
+    options = plan_options(
+        num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal, share_prefix
+    )
+    count(block_size, "block_size")
+    choice(device, "device", (None, "cpu", "cuda"))
     tokens = check_metadata(
         block_tables, seq_lens, query_start_loc, block_size=block_size, num_blocks=2**31 - 1, window=window, chunk=chunk
     )
@@ -190,11 +198,8 @@ def plan(
         tokens.block_tables, tokens.seq_lens, tokens.query_start_loc, block_size,
         int(tokens.block_tables.max(initial=-1, where=used)) + 1,
         None if slot_mapping is None else _slots(slot_mapping, tokens.num_tokens),
-        plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal, share_prefix),
-        _bounds(max_seqs, max_tokens, max_blocks),
+        options, _bounds(max_seqs, max_tokens, max_blocks),
     )  # fmt: skip
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device: expected None, 'cpu' or 'cuda', got {device!r}")
     if result.bounds is not None:
         if device != "cuda":
             raise ValueError(
@@ -217,19 +222,13 @@ def plan_options(
         ("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("window", window), ("chunk", chunk),
         ("num_splits", num_splits),
     ):  # fmt: skip
-        optional = name in ("window", "chunk", "num_splits")
-        if not (optional and value is None) and (
-            isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1
-        ):
-            raise ValueError(f"{name}: expected {'None or ' * optional}an integer of at least 1, got {value!r}")
+        count(value, name, optional=name in ("window", "chunk", "num_splits"))
     if num_heads % num_kv_heads:
         raise ValueError(f"num_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
     if head_dim % 8 or head_dim > 256:
         raise ValueError(f"head_dim: expected a multiple of 8 from 8 to 256, got {head_dim}; pad head_dim with zeros")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if kv_dtype not in (None, *DTYPES, *FP8_DTYPES):
-        raise ValueError(f"kv_dtype: expected None or one of {', '.join(DTYPES + FP8_DTYPES)}, got {kv_dtype!r}")
+    choice(dtype, "dtype", DTYPES)
+    choice(kv_dtype, "kv_dtype", (None, *DTYPES, *FP8_DTYPES))
     return same_options(
         num_heads,
         num_kv_heads,
@@ -239,21 +238,24 @@ def plan_options(
         window,
         chunk,
         num_splits,
-        bool(causal),
-        bool(share_prefix),
+        flag(causal, "causal"),
+        flag(share_prefix, "share_prefix"),
     )
 
 
 def _bounds(max_seqs: int | None, max_tokens: int | None, max_blocks: int | None) -> Bounds | None:
     given = {"max_seqs": max_seqs, "max_tokens": max_tokens, "max_blocks": max_blocks}
-    if all(value is None for value in given.values()):
-        return None
     for name, value in given.items():
-        if value is None or isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-            raise ValueError(
-                f"{name}: expected an integer of at least 1 (max_seqs, max_tokens and max_blocks go together), got {value!r}"
-            )
-    return Bounds(*(int(value) for value in given.values() if value is not None))
+        count(value, name, optional=True)
+    sizes = [int(value) for value in given.values() if value is not None]
+    if not sizes:
+        return None
+    if len(sizes) < len(given):
+        name = next(name for name, value in given.items() if value is None)
+        raise ValueError(
+            f"{name}: expected an integer of at least 1, got None; max_seqs, max_tokens and max_blocks go together"
+        )
+    return Bounds(*sizes)
 
 
 def _check_bounds(plan: Plan, bounds: Bounds) -> None:
@@ -270,7 +272,7 @@ def _check_bounds(plan: Plan, bounds: Bounds) -> None:
 
 
 def _slots(slot_mapping: object, num_tokens: int) -> Array:
-    slots = np.asarray(slot_mapping)
+    slots = host_array(slot_mapping, "slot_mapping")
     if slots.dtype.kind not in "iu" or slots.shape != (num_tokens,):
         raise ValueError(f"slot_mapping: expected integers of shape ({num_tokens},), got {slots.dtype} {slots.shape}")
     return np.ascontiguousarray(slots, np.int64)
@@ -278,7 +280,7 @@ def _slots(slot_mapping: object, num_tokens: int) -> Array:
 
 def host_int32(x: object, name: str, ndim: int) -> Array:
     """Host metadata as a contiguous int32 array; other integer types are converted when every value fits."""
-    a = np.asarray(x)
+    a = host_array(x, name)
     if a.dtype.kind not in "iu" and a.size:  # an empty list has no dtype of its own
         raise TypeError(f"{name}: expected an int32 array, got dtype {a.dtype}; pass integers")
     if a.ndim != ndim:

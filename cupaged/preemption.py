@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .adopt import adopt
+from .arguments import flag
 from .block_pool import BlockPool, Ints
 from .companions import Companions
 from .errors import OutOfBlocks, require
@@ -89,7 +90,7 @@ class Preemption:
 
     def evict(self, rows: Ints, hold: bool) -> Step:
         """Send the blocks of `rows` to host blocks. All or nothing: raises OutOfBlocks when too few of those are free."""
-        _check_hold(hold)
+        flag(hold, "hold")
         requests, device = self._requests, self._device
         lengths = requests.lengths.take(rows)
         columns = self._groups[0].columns(lengths)
@@ -181,7 +182,7 @@ class Preemption:
 
     def restore(self, rows: Ints, hold: bool) -> Step:
         """Bring `rows` back into blocks of the device. All or nothing: raises OutOfBlocks when too few of those are free."""
-        _check_hold(hold)
+        flag(hold, "hold")
         requests, device = self._requests, self._device
         plan = self._plan(rows)
         count, width = len(self._groups), max(int(self._groups[0].columns(plan.lengths).max(initial=0)), 1)
@@ -289,11 +290,6 @@ class Preemption:
             require(
                 np.all(self._filled[used] == requests.block_size), "a host block with identity is not full: {}", used
             )
-
-
-def _check_hold(hold: object) -> None:
-    if not isinstance(hold, (bool, np.bool_)):
-        raise TypeError(f"hold: expected True or False, for all requests of the call, got {hold!r}")
 
 
 def _split(table: Blocks, columns: Ints) -> list[Blocks]:

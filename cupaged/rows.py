@@ -107,23 +107,31 @@ class Rows:
 
     def row(self, name: Hashable) -> int:
         """The row of one id; raises KeyError for an unknown one, ValueError for an evicted one."""
-        row = self.row_of.get(name)
+        try:
+            row = self.row_of.get(name)
+        except TypeError as error:
+            raise _unhashable(name) from error
         if row is None:
             raise self._missing(name)
         return row
 
     def row_any(self, name: Hashable) -> int:
         """The row of one id, which may be evicted; raises KeyError."""
-        row = self.evicted.get(name)
+        try:
+            row = self.evicted.get(name)
+        except TypeError as error:
+            raise _unhashable(name) from error
         return self.row(name) if row is None else row
 
     def check_new(self, names: Iterable[Hashable]) -> None:
         """Raises KeyError when one of `names` has a request, or stands there twice, and TypeError for one without a hash."""
         seen: set[Hashable] = set()
         for name in names:
-            if not isinstance(name, Hashable):
-                raise TypeError(f"id: expected a hashable value, got {name!r}")
-            if name in self.row_of or name in self.evicted or name in seen:
+            try:
+                used = name in self.row_of or name in self.evicted or name in seen
+            except TypeError as error:
+                raise _unhashable(name) from error
+            if used:
                 raise KeyError(f"the id {name!r} is in use; free it first, or choose another")
             seen.add(name)
 
@@ -195,6 +203,10 @@ class Rows:
         if dead in self.evicted.values():
             raise self._missing(self.names[dead])
         raise KeyError(f"rows: {dead} is not the row of a request")
+
+
+def _unhashable(name: object) -> TypeError:
+    return TypeError(f"id: expected a hashable value, got {name!r}")
 
 
 class View(Mapping[Hashable, T], Generic[T]):

@@ -75,8 +75,8 @@ BAD_ATTENTION = [
     ({"v_cache": np.ones((6, 2, 5, 16), np.float32)}, ValueError, "v_cache: expected shape (6, 2, 4, 16)", "(6, 2, 5, 16)"),
     ({"k_cache": np.ones((6, 2, 4, 32), np.float32)[..., ::2]}, ValueError, "k_cache: expected the last axis to be contiguous", "strides"),
     ({"q": np.ones((2, 4, 24), np.float32)}, ValueError, "k_cache: expected head_dim 24 as in q", "got 16"),
-    ({"kv_dtype": "float16"}, ValueError, "kv_dtype: the pages are float32", "float16"),
-    ({"kv_dtype": "fp8_e4m3"}, ValueError, "kv_dtype: the pages are float32", "fp8_e4m3"),
+    ({"kv_dtype": "float16"}, ValueError, "kv_dtype: expected None or float32, as the pages are", "float16"),
+    ({"kv_dtype": "fp8_e4m3"}, ValueError, "kv_dtype: expected None or float32, as the pages are", "fp8_e4m3"),
     (
         {"k_cache": np.ones((6, 2, 4, 16), np.uint8), "v_cache": np.ones((6, 2, 4, 16), np.uint8)},
         ValueError, "kv_dtype: expected fp8_e4m3 or fp8_e5m2 for uint8 pages", "None",
@@ -168,10 +168,28 @@ def test_write_refuses(changes: dict[str, Any], error: type[Exception], expected
     assert expected in str(raised.value) and got in str(raised.value)
 
 
-def test_out_must_not_be_q() -> None:
+def test_results_share_no_memory_with_q_or_each_other() -> None:
     arguments = attend_arguments()
-    with pytest.raises(ValueError, match="out: expected an array other than q"):
-        cupaged.paged_attention(**(arguments | {"out": arguments["q"]}))
+    fused = np.ones((2, 9, 16), np.float32)
+    q, out = arguments["q"], arguments["out"]
+    for name, other, changes in (
+        ("out", "q", {"out": q}),
+        ("out", "q", {"out": q[:]}),
+        ("out", "q", {"q": fused[:, :4], "out": fused[:, 3:7]}),
+        ("lse", "q", {"lse": q.reshape(-1)[-8:].reshape(2, 4)}),
+        ("lse", "out", {"lse": out.reshape(-1)[:8].reshape(2, 4)}),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{name}: expected an array other than {other}, got one that shares memory"
+        ):
+            cupaged.paged_attention(**(arguments | changes))
+
+
+def test_results_may_lie_between_the_rows_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    fused = np.ones((2, 9, 16), np.float32)
+    out = cupaged.paged_attention(**attend_arguments(q=fused[:, :4], out=fused[:, 4:8]))
+    assert out.base is fused and (fused == 1).all()
 
 
 def test_merge_refuses() -> None:

@@ -264,7 +264,7 @@ def test_debug_mode_clamps_lengths_to_what_there_is_room_for(
         ({"num_kv_heads": 1}, ValueError, r"value_cache: expected \[num_blocks, 1, 64, 16\]"),
         ({"out": np.zeros((1, 2, 64), np.float32)}, ValueError, r"out: expected \(1, 2, 64\) float16"),
         ({"blocksparse_vert_stride": 2, "blocksparse_block_size": 24}, ValueError, "blocksparse_block_size: expected a multiple of"),
-        ({"kv_cache_dtype": "fp8"}, ValueError, "kv_dtype: the pages are float16, got 'fp8_e4m3'"),
+        ({"kv_cache_dtype": "fp8"}, ValueError, "kv_cache_dtype: expected None or float16, as the pages are, got 'fp8_e4m3'"),
         ({"seq_lens": np.array([9, 9], np.int32)}, ValueError, "seq_lens: expected 1 entries"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -344,8 +345,30 @@ def test_arguments_of_another_type_are_refused() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             call()
-    with pytest.raises(ValueError, match="num_bytes: expected a number from 0 to inf, got -1"):
+    with pytest.raises(ValueError, match="num_bytes: expected a number from 0 to 9223372036854775807, got -1"):
         blocks_for(-1, num_layers=1, block_size=4, num_kv_heads=1, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("windw", "windw: KVCache.attend has no such option; did you mean window?"),
+        ("num_split", "num_split: KVCache.attend has no such option; did you mean num_splits?"),
+        ("zzz", "zzz: KVCache.attend has no such option; expected one of scale, causal, window, chunk, softcap"),
+        ("layout", "layout: KVCache.attend takes it from the cache; leave it out"),
+        ("seq_lens", "seq_lens: KVCache.attend takes it from the step; leave it out"),
+    ],
+)
+def test_an_option_that_attend_does_not_take_is_named(option: str, message: str, rng: np.random.Generator) -> None:
+    first, *_ = forked_steps()
+    cache = small_cache()
+    cache.pool[:] = np.nan
+    cache.begin(first)
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        cache.attend(
+            0, np.ones((3, 4, 8), np.float32), first, k=new_rows(rng, 3)[0], v=new_rows(rng, 3)[1], **{option: 4}
+        )
+    assert np.isnan(cache.pool).all()
 
 
 def test_gather_refuses_what_the_table_does_not_hold() -> None:

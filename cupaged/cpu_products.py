@@ -1,12 +1,11 @@
-"""The two products of attention, blocked so that their sums stay in registers; LLVM IR is written out by Python loops.
+"""The two products of attention of few query rows, blocked so that their sums stay in registers; LLVM IR is written out by Python loops.
 
-    few rows   `scores`  S[r, t] = q[r] . K[t]             WIDTH sums at a time, reduced to one vector of scores
-               `weigh`   O[r] = alpha[r] O[r] + p[r] V     rows of V are loaded once for all query rows
-    many rows  `outer`   C[i] = alpha C[i] + sum_k A[i, k] B[k]   lanes are query rows: S^T = K Q^T and O^T = V^T P^T, no reduction
+    `scores`  S[r, t] = q[r] . K[t]   WIDTH sums at a time, reduced to one vector of scores
+    `weigh`   O[r] += p[r] V          rows of V are loaded once for all query rows
 
 K and V rows are found through arrays of 64-bit addresses, one a token, and a distance from there to the rows of the head, so a product
-never sees a page, and any stride or block size costs the same. Few rows name the rows that are read next, which are prefetched
-meanwhile; those addresses may be anything. Scores of few rows lie in vectors of [row, token]: WIDTH / 4 tokens for 3 or 4 rows,
+never sees a page, and any stride or block size costs the same. The caller names the rows that are read next, which are prefetched
+meanwhile; those addresses may be anything. Scores lie in vectors of [row, token]: WIDTH / 4 tokens for 3 or 4 rows,
 WIDTH / 2 for 2. With bfloat16 pages `scores` takes each whole 32 elements of a query, and `weigh` leaves each whole 2 * WIDTH of its
 output, in the order of `emit_load_pair`.
 """
@@ -248,51 +247,6 @@ def _weight(b: ir.IRBuilder, rows: int, weights: ir.Value, t: ir.Value) -> ir.Va
     return _at(b, weights, b.add(t, before), 4)
 
 
-def emit_outer(
-    b: ir.IRBuilder,
-    vectors: int,
-    keep: bool,  # C = alpha C + A B, else C = A B
-    a: ir.Value,
-    a_row: ir.Value,  # bytes from one row of A to the next
-    a_step: ir.Value,  # bytes from A[i, k] to A[i, k + 1]
-    right: ir.Value,  # B, float32 [depth, vectors * WIDTH]
-    c: ir.Value,  # float32 [rows, vectors * WIDTH]
-    alpha: ir.Value,  # float32 [vectors * WIDTH]
-    rows: ir.Value,  # a multiple of 8
-    depth: ir.Value,
-) -> None:
-    height = max(4, min(8, SUMS // vectors))
-    stride = vectors * WIDTH * 4
-    factors = [_read(b, _at(b, alpha, v * WIDTH, 4), LANES) for v in range(vectors)] if keep else []
-
-    def block(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        row = b.add(a, b.mul(i, a_row))
-        lefts = [b.add(row, b.mul(a_row, int64(r))) for r in range(height)]
-        target = _at(b, c, i, stride)
-        places = [b.add(target, int64(r * stride + v * WIDTH * 4)) for r in range(height) for v in range(vectors)]
-        if keep:
-            sums = [b.fmul(_read(b, place, LANES), factors[n % vectors]) for n, place in enumerate(places)]
-        else:
-            sums = [const(0.0)] * len(places)
-
-        def step(k: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            line = _at(b, right, k, stride)
-            loaded = [_read(b, b.add(line, int64(v * WIDTH * 4)), LANES) for v in range(vectors)]
-            offset = b.mul(k, a_step)
-            result = []
-            for r, left in enumerate(lefts):
-                x = emit_splat(b, _read(b, b.add(left, offset), _f32))
-                result += [emit_fma(b, x, y, total) for y, total in zip(loaded, sums[r * vectors :], strict=False)]
-            return result
-
-        _, sums = loop(b, int64(0), depth, 1, sums, step)
-        for place, total in zip(places, sums, strict=True):
-            b.store(total, pointer(b, place, LANES), align=4)
-        return []
-
-    loop(b, int64(0), rows, height, [], block)
-
-
 def _largest_of_rows(b: ir.IRBuilder, rows: int, x: ir.Value) -> ir.Value:
     distance = tokens_of(rows) // 2
     while distance:
@@ -307,12 +261,9 @@ def _load_positions(b: ir.IRBuilder, rows: int, address: ir.Value) -> ir.Value:
     return emit_shuffle(b, x, x, [i % tokens for i in range(WIDTH)])
 
 
-# Functions of compiled code; kv, rows, vectors and keep are literals.
+# Functions of compiled code; kv and rows are literals.
 scores = operation(types.void, [types.int64] * 8, emit_scores, 2)  # (kv, rows, q, keys, scores, head_dim, count)
 weigh = operation(types.void, [types.int64] * 8, emit_weigh, 2)  # (kv, rows, weights, values, out, head_dim, count)
-outer = operation(
-    types.void, [types.int64] * 8, emit_outer, 2
-)  # (vectors, keep, a, a_row, a_step, right, c, alpha, rows, depth)
 largest_of_rows = operation(floats, [floats], _largest_of_rows, 1)  # (rows, x): in every lane the largest of its row
 load_positions = operation(
     ints, [types.int64], _load_positions, 1

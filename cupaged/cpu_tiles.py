@@ -31,6 +31,7 @@ from .cpu_vector import (
     compiled,
     const_int,
     emit_shuffle,
+    emit_transpose,
     int64,
     loop,
     operation,
@@ -161,18 +162,6 @@ def _tile_weigh(
     loop(b, int64(0), head_dim, GROUP, [], rows)
 
 
-def _transpose(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """16 vectors of 16 lanes: lane j of vector i and lane i of vector j change places."""
-    for distance in (1, 2, 4, 8):
-        low = [lane if not lane & distance else 16 + lane - distance for lane in range(16)]
-        high = [lane + distance if not lane & distance else 16 + lane for lane in range(16)]
-        for i in range(16):
-            if not i & distance:
-                x, y = rows[i], rows[i + distance]
-                rows[i], rows[i + distance] = emit_shuffle(b, x, y, low), emit_shuffle(b, x, y, high)
-    return rows
-
-
 def _transpose_values(
     b: ir.IRBuilder,
     addresses: ir.Value,  # int64 [tokens]: rows of V, bfloat16
@@ -208,7 +197,7 @@ def _transpose_values(
                     lanes = [SLICE * side + 16 * half + i for i in range(16) for side in range(2)]
                     pairs.append(b.bitcast(emit_shuffle(b, both[0], both[1], lanes), ir.VectorType(_i32, 16)))
                 target = b.add(b.add(values, b.mul(b.add(d, int64(16 * half)), value_stride)), b.mul(t, int64(2)))
-                for i, row in enumerate(_transpose(b, pairs)):
+                for i, row in enumerate(emit_transpose(b, pairs)):
                     place = b.add(target, b.mul(value_stride, int64(i)))
                     b.store(row, pointer(b, place, row.type), align=4)
             return [small]

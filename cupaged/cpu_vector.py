@@ -163,6 +163,21 @@ def emit_shuffle(b: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: Sequence[int]
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(_i32, len(lanes)), list(lanes)))
 
 
+def emit_transpose(b: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
+    """In every group of as many lanes as there are vectors, a power of two: lane j of vector i and lane i of vector j change places."""
+    rows, lanes = list(rows), range(rows[0].type.count)
+    distance = 1
+    while distance < len(rows):
+        low = [lane if not lane & distance else len(lanes) + lane - distance for lane in lanes]
+        high = [lane + distance if not lane & distance else len(lanes) + lane for lane in lanes]
+        for i in range(len(rows)):
+            if not i & distance:
+                x, y = rows[i], rows[i + distance]
+                rows[i], rows[i + distance] = emit_shuffle(b, x, y, low), emit_shuffle(b, x, y, high)
+        distance *= 2
+    return rows
+
+
 def call(b: ir.IRBuilder, name: str, result: ir.Type, args: Sequence[ir.Value]) -> ir.Value:
     """Call an LLVM intrinsic overloaded on `result`."""
     suffix = f"v{result.count}f32" if isinstance(result, ir.VectorType) else "f32"
@@ -219,6 +234,23 @@ def emit_exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 EXP_COEFFICIENTS = (
     0.0013945555547252297, 0.008368970826268196, 0.04166628047823906, 0.166665181517601, 0.5, 1.0, 1.0,
 )  # fmt: skip
+
+
+def emit_exp_or_zero(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """exp for x <= 0 to about 1 + |x| / 20 units in the last place, so to 2^-24 of 1; where it is below 2^-126, it may be 0.
+
+    As `emit_exp` with fewer instructions: n comes from the last bits of a number so large that they count in ones, already in place to
+    become 2^n, and ln 2 is one number, whose error counts n times. Without fused products that is 1 + |x| units.
+    """
+    ones = const(1.5 * 2.0**23 + 127)
+    x = emit_maximum(b, const(-88.0), x)  # n = -127: an exponent of 0
+    shifted = emit_fma(b, x, const(1.4426950408889634), ones)
+    r = emit_fma(b, b.fsub(shifted, ones), const(-math.log(2)), x)
+    p = const(EXP_COEFFICIENTS[0])
+    for coefficient in EXP_COEFFICIENTS[1:]:
+        p = emit_fma(b, p, r, const(coefficient))
+    power = b.shl(b.bitcast(shifted, ir.VectorType(_i32, WIDTH)), const_int(23, 32))
+    return b.fmul(p, b.bitcast(power, LANES))
 
 
 def emit_tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
@@ -301,6 +333,7 @@ divide = operation(floats, [floats, floats], lambda b, x, y: b.fdiv(x, y))
 fma = operation(floats, [floats, floats, floats], emit_fma)
 maximum = operation(floats, [floats, floats], emit_maximum)
 exp = operation(floats, [floats], emit_exp)
+exp_or_zero = operation(floats, [floats], emit_exp_or_zero)
 tanh = operation(floats, [floats], emit_tanh)
 total = operation(types.float32, [floats], lambda b, x: emit_fold(b, x, lambda y, z: b.fadd(y, z)))
 select_finite = operation(  # -inf becomes 0: what is subtracted from logits that are all -inf

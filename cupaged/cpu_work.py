@@ -1,6 +1,6 @@
 """What one call on the CPU is made of: the record that compiled code reads, its division into items, and the tiles of an item.
 
-An item is (sequence, KV heads, tile of query rows, chunk of keys). Rows of a sequence are packed: row r is query row r // group
+An item is (sequence, KV heads, tiles of query rows, chunk of keys). Rows of a sequence are packed: row r is query row r // group
 of query head r % group of that KV head. Few rows go to `cpu_decode`, many to `cpu_prefill`; the choice, the tile and the chunk
 edges follow from the sequence's own length and rows alone, so no bit depends on threads or on other sequences. Threads take items
 from each other when their own are done; who finishes the last chunk of a (sequence, KV head, row tile), by an integer ticket,
@@ -55,9 +55,13 @@ CHUNK = 256  # keys of a chunk, at least
 MOST_HEADS, MOST_ROWS = 16, 32  # of one item of cpu_decode; rows of all its heads, padded
 RUN_BYTES = 0 if WIDTH == 16 else 1 << 16  # what the heads of an item should have side by side in one block
 ITEMS = 2  # of a worker, at least: heads are put together only as far as that leaves so many
-SCRATCH_BYTES = 384 * 1024  # a worker's own memory
+SCRATCH_BYTES = 512 * 1024  # a worker's own memory
 QUEUE_BYTES = 64  # bytes between the counters of two workers' queues
 MOST_VECTORS = 4 if WIDTH == 16 else 2  # vectors of query rows in a tile of cpu_prefill
+ITEM_ROWS = (
+    128  # query rows of an item of cpu_prefill at most: they, their results, and a tile of keys and values fit in L2
+)
+ENOUGH_ITEMS = 32  # of one sequence in cpu_prefill: tiles are put together only as far as that leaves so many
 
 # Part of each kernel's key in Numba's disk cache, which by itself only watches the file a kernel stands in.
 SOURCE = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path(__file__).parent.glob("cpu*.py")))).hexdigest()
@@ -133,6 +137,15 @@ def chunks_of(p: Any, m: int, n: int) -> tuple[int, int, int]:
 
 
 @compiled
+def tiles_of_item(p: Any, kernel: int, rows: int) -> int:
+    """How many tiles of a sequence's packed rows one item covers: depends on nothing else, since bits may."""
+    if kernel < 5:
+        return 1
+    size = rows_per_tile(kernel)
+    return int(max(1, min(ITEM_ROWS // size, -(-rows // size) * p.num_kv_heads // ENOUGH_ITEMS)))
+
+
+@compiled
 def heads_of_item(p: Any, kernel: int, workers: int) -> int:
     """How many KV heads one item of a kernel covers: no result depends on it."""
     if kernel >= 5 or RUN_BYTES == 0:
@@ -183,7 +196,7 @@ def _planner(source: str) -> tuple[Any, Any]:
             if kernel_of(rows) == kernel:
                 tiles = -(-rows // tile) * p.num_kv_heads
                 _, _, chunks = chunks_of(p, m, n)
-                items += -(-rows // tile) * groups * chunks
+                items += -(-rows // (tile * tiles_of_item(p, kernel, rows))) * groups * chunks
                 cost += rows * p.num_kv_heads * n * p.head_dim
                 if chunks > 1:
                     floats += tiles * chunks * tile * (p.head_dim + 2)

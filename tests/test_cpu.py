@@ -24,7 +24,7 @@ numba = pytest.importorskip("numba", reason="the CPU backend needs numba: pip in
 
 from cupaged import cpu  # noqa: E402
 from cupaged.cpu_formats import E4M3, E5M2, F16, F32, store_row, widen_row  # noqa: E402
-from cupaged.cpu_vector import WIDTH, entry, exp, load, store, tanh  # noqa: E402
+from cupaged.cpu_vector import HOST_FEATURES, WIDTH, entry, exp, exp_or_zero, load, store, tanh  # noqa: E402
 from cupaged.cpu_work import FIELDS  # noqa: E402
 
 FORMATS = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
@@ -342,6 +342,26 @@ def test_every_kernel_merges_its_chunks(rng: np.random.Generator, kv_dtype: str,
         assert_close(case, *run(case))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"causal": False}, {"window": 70}, {"chunk": 64, "softcap": 5.0}, {"num_splits": 3}, {"scale": -0.3}],
+    ids=str,
+)
+def test_row_tiles_that_share_a_copy_of_keys_each_see_their_own(
+    rng: np.random.Generator, dtype: str, how: dict[str, object]
+) -> None:
+    # the last tile of rows is not full; the first rows of the second sequence see nothing
+    case = make_case(
+        rng, seq_lens=[333, 180], query_lens=[200, 190], num_kv_heads=8, group=3, head_dim=24, block_size=16, dtype=dtype,
+        alibi_slopes=np.linspace(-0.1, 0.3, 24, dtype=np.float32) if how.get("window") else None, **how,
+    )  # fmt: skip
+    out, lse = run(case)
+    items, tiles = int(cpu._workspace.params[FIELDS.index("num_items")]), 8 * (-(-600 // 64) + -(-570 // 64))
+    assert items < (how.get("num_splits") or 1) * tiles, "no tiles were put together: nothing was shared"
+    assert_close(case, out, lse)
+
+
 @pytest.mark.parametrize("block_size", [5, 16, 24, 32])
 @pytest.mark.parametrize("how", [{}, {"window": 50}, {"chunk": 64, "softcap": 5.0}, {"num_splits": 3}])
 def test_bfloat16_prefill_by_the_matrix_unit(rng: np.random.Generator, block_size: int, how: dict[str, object]) -> None:
@@ -499,6 +519,30 @@ def test_exp_and_tanh_are_exact_to_float32_rounding(rng: np.random.Generator) ->
     y = np.empty_like(special)
     _map_exp(special.ctypes.data, y.ctypes.data, WIDTH)
     np.testing.assert_array_equal(y[:5], [0, np.nan, 0, 0, 1])
+
+
+@entry
+def _map_exp_or_zero(x: int, y: int, count: int) -> None:
+    for at in range(0, 4 * count, 4 * WIDTH):
+        store(y + at, exp_or_zero(load(x + at)))
+
+
+def test_exp_or_zero_is_exact_to_float32_rounding_until_it_is_zero(rng: np.random.Generator) -> None:
+    x = np.concatenate([rng.uniform(-87.3, 0, 1 << 16), -(10.0 ** rng.uniform(-9, 1.9, 1 << 16))]).astype(np.float32)
+    y = np.empty_like(x)
+    _map_exp_or_zero(x.ctypes.data, y.ctypes.data, x.size)
+    exact = np.exp(x.astype(np.float64))
+    fused = HOST_FEATURES.get("fma") or platform.machine().lower() in ("aarch64", "arm64")
+    unit = np.spacing(exact.astype(np.float32)).astype(np.float64)
+    # of every float32, with fused products: 0.73 units at most beside |x| / 20 of them
+    assert (np.abs(y - exact) / unit < (0.8 - x / 20 if fused else 1.5 - x)).all()
+    assert np.abs(y - exact).max() < (2.0**-24 if fused else 2.0**-22)
+    x = np.full(2 * WIDTH, 0, np.float32)
+    x[:7] = -np.inf, np.nan, -1e38, -88.5, -87.7, -90.0, -0.0
+    y = np.empty_like(x)
+    _map_exp_or_zero(x.ctypes.data, y.ctypes.data, x.size)
+    np.testing.assert_array_equal(y[[0, 1, 2, 3, 5, 6, 7]], [0, np.nan, 0, 0, 0, 1, 1])
+    assert y[4] < 2.0**-126
 
 
 @pytest.mark.fuzz

@@ -66,6 +66,22 @@ extern __shared__ __align__(128) unsigned char smem[];
 constexpr int kThreads = kWarps * 32;
 constexpr int kLaneDims = (kHeadDim + 31) / 32;  // entries lane, lane + 32, ... of head_dim that a lane finishes
 
+// Lengths and where queries begin; in debug mode within tables and rows, also where only the device knows them.
+__device__ __forceinline__ int length_of(const Params& p, int sequence) {
+#if kDebug
+  return max(0, min(p.seq_lens[sequence], p.kv.max_blocks * p.kv.block_size));
+#else
+  return p.seq_lens[sequence];
+#endif
+}
+__device__ __forceinline__ int start_of(const Params& p, int sequence) {
+#if kDebug
+  return max(0, min(p.query_start_loc[sequence], p.num_tokens));
+#else
+  return p.query_start_loc[sequence];
+#endif
+}
+
 struct Row {  // what a packed row may see, and where it stands
   int lo, hi, position;
   float slope;
@@ -106,12 +122,9 @@ __device__ __forceinline__ Task make_task(const Params& p, int head, const Item&
     return task;
   }
   task.sequence = unit.sequence;
-  task.token = p.query_start_loc[unit.sequence];
-  const int num_queries = p.query_start_loc[unit.sequence + 1] - task.token;
-  task.seq_len = p.seq_lens[unit.sequence];
-#if kDebug
-  task.seq_len = max(0, min(task.seq_len, p.kv.max_blocks * p.kv.block_size));
-#endif
+  task.token = start_of(p, unit.sequence);
+  const int num_queries = start_of(p, unit.sequence + 1) - task.token;
+  task.seq_len = length_of(p, unit.sequence);
   task.num_rows = min(kRows, num_queries * p.group - unit.row);
   task.before = task.seq_len - num_queries;
   const Row low = row_bounds(p, task.seq_len, task.before + unit.row / p.group);
@@ -259,7 +272,7 @@ __device__ __forceinline__ void finish_task(const Params& p, const Task& task, c
 // Rows of `out` past the last sequence's are padding: empty.
 __device__ __forceinline__ void clear_padding(const Params& p, int head) {
   const int width = p.group * kHeadDim;
-  for (int token = p.query_start_loc[p.num_seqs] + blockIdx.x; token < p.num_tokens; token += gridDim.x) {
+  for (int token = start_of(p, p.num_seqs) + blockIdx.x; token < p.num_tokens; token += gridDim.x) {
     for (int i = threadIdx.x; i < width; i += kThreads) {
       const int q_head = head * p.group + i / kHeadDim;
       p.out[token * p.out_token + q_head * p.out_head + i % kHeadDim] = from_float<kQueryType>(0.0f);
@@ -283,14 +296,14 @@ __device__ __forceinline__ void for_each_item(const Params& p, const Run& run) {
   int sequence = 0;
   for (int above = p.num_seqs; above - sequence > 1;) {
     const int middle = (sequence + above) / 2;
-    const long long begin = (long long)p.query_start_loc[middle] * p.group / kRows + middle;
+    const long long begin = (long long)start_of(p, middle) * p.group / kRows + middle;
     (begin <= unit ? sequence : above) = middle;
   }
-  const int start = p.query_start_loc[sequence], num_queries = p.query_start_loc[sequence + 1] - start;
+  const int start = start_of(p, sequence), num_queries = start_of(p, sequence + 1) - start;
   const long long row = (unit - ((long long)start * p.group / kRows + sequence)) * kRows;
   const long long packed = (long long)num_queries * p.group;
   if (row >= packed || packed < kFewestRows || packed > kMostRows) return;  // another kernel may take other sequences
-  const int seq_len = p.seq_lens[sequence];
+  const int seq_len = length_of(p, sequence);
   // The split's edges: in tiles, from the first key that any row of the sequence may see. plan.py cuts the same way.
   const int base = row_bounds(p, seq_len, max(seq_len - num_queries, 0)).lo / kTokens;
   const int tiles = max((seq_len + kTokens - 1) / kTokens - base, 0);

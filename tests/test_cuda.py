@@ -352,7 +352,7 @@ def test_debug_mode_clamps_what_only_the_device_knows(
     case = make_case(rng, seq_lens=[40, 33], block_size=16, head_dim=64, group=3, dtype="float16", spare_columns=0)
     tables, lens = case.block_tables.copy(), case.seq_lens.copy()
     tables[0, 1] = len(case.k_cache) + 10**6  # no such block: its keys are hidden
-    lens[1] = 10**7  # longer than the table: clamped
+    lens[1] = 2**31 - 1  # longer than the table: clamped
     wild = replace(case, block_tables=tables, seq_lens=lens)
     tamed_tables = tables.copy()
     tamed_tables[0, 1] = -1
@@ -366,6 +366,10 @@ def test_debug_mode_clamps_what_only_the_device_knows(
     case.k_cache[...], case.v_cache[...] = np.nan_to_num(case.k_cache), np.nan_to_num(case.v_cache)
     out, lse = attend(machine, wild, on_device=True)
     assert_close(tamed, out, lse, machine.tensor_cores)
+    for starts in ([-7, 1, 10**6], [0, 1, 2**31 - 1]):  # before the first row and past the last
+        wilder = replace(wild, options={**wild.options, "query_start_loc": np.array(starts, np.int32)})
+        out, lse = attend(machine, wilder, on_device=True)
+        assert_close(tamed, out, lse, machine.tensor_cores)
     cache = machine.put(np.zeros((2, 1, 4, 8), np.float32))
     k = machine.put(np.ones((2, 1, 8), np.float32))
     ones = machine.put(np.ones(1, np.float32))

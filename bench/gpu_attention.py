@@ -1,12 +1,11 @@
 """Speed of paged attention on a GPU, against the bandwidth that plain reading reaches in the same run, and against peers.
 
 A case is timed three ways: calls one after the other ("eager"), the same calls captured in a CUDA graph ("graph"), and the host's
-own time for a call with plan and `out`. Every call reads another cache of a rotation that is larger than four times the L2 cache, with
-block tables that are a random permutation of the pool. The yardstick is a kernel that only reads and sums the same caches. Times are
-medians over repeated rounds of GPU events; bytes are the keys and values of visible tokens, once per KV head.
+own time for a call, with plan and `out` and with neither. Every call reads another cache of a rotation that is larger than four times
+the L2 cache, with block tables that are a random permutation of the pool. The yardstick is a kernel that only reads and sums the same
+caches. Times are medians over repeated rounds of GPU events; bytes are the keys and values of visible tokens, once per KV head.
 
-Needs CuPy alone; PyTorch and FlashInfer are timed beside it where they are installed (gpu_peers.py). `python -m bench.gpu_check`
-runs it, and `make bench`.
+Needs CuPy alone. `python -m bench.gpu_check` runs it, and peers after it (gpu_peers.py), and `make bench`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ import numpy as np
 import cupaged
 from cupaged import classic
 from cupaged.arrays import FP8_DTYPES, numpy_dtype
-
-from .gpu_peers import peer_times
 
 READ_SUM = r"""
 extern "C" __global__ void read_sum(const uint4* data, long long n, unsigned* out) {
@@ -63,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        kv = self.kv_dtype or self.dtype
+        kv = f"{self.dtype}-{self.kv_dtype}" if self.kv_dtype else self.dtype
         more = f"-{'once' if self.share_prefix else 'each'}{self.shared}" if self.shared else ""
         more += f"-{self.order}-major" if self.order else ""
         more += f"-rows{self.rows}" if self.rows > 1 else ""
@@ -83,17 +80,17 @@ class Case:
 
 
 LAYERS, POOL_SHARE = 32, 0.7
-CASES = (
+CASES = (  # what matters most comes first: the rest may not fit into the time
     *(Case(batch, 4096, classic=batch in (8, 32)) for batch in (1, 8, 32, 34, 128)),
     *(Case(32, 4096, order=order) for order in ("page", "layer")),
     Case(32, 512, classic=True), Case(1, 32768), Case(8, 32768), Case(1, 131072),
+    Case(1, 4096, rows=4096), Case(8, 512, rows=512), Case(1, 32768, rows=2048),
     *(Case(32, 4096, block_size=block_size) for block_size in (1, 64, 256)),
     Case(32, 4096, num_heads=32, num_kv_heads=32), Case(32, 4096, num_heads=32, num_kv_heads=4), Case(32, 4096, num_heads=64),
     Case(32, 4096, num_heads=28, num_kv_heads=4), Case(32, 4096, head_dim=64), Case(32, 4096, head_dim=256),
     Case(32, 4096, dtype="bfloat16"), Case(32, 4096, kv_dtype="fp8_e4m3"), Case(32, 4096, dtype="bfloat16", kv_dtype="fp8_e4m3"),
     Case(8, 4096, dtype="float32"),
     *(Case(b, n, shared=n - 256, share_prefix=on) for b, n in ((64, 4352), (8, 4352), (8, 1280)) for on in (True, False)),
-    Case(1, 4096, rows=4096), Case(8, 512, rows=512), Case(1, 32768, rows=2048),
 )  # fmt: skip
 
 
@@ -107,11 +104,10 @@ class Result:
     read_gb_s: float
     eager_us: float
     graph_us: float
-    host_us: float
+    host_us: float  # with plan and out
+    host_alone_us: float  # with neither: metadata are compared, the result is allocated
     classic_us: dict[str, float] = field(default_factory=dict)  # "v1", "v2", captured
-    peer_us: dict[str, float | str] = field(
-        default_factory=dict
-    )  # "flashinfer", "sdpa", captured; or why there is no time
+    peer_us: dict[str, float | str] = field(default_factory=dict)  # by name, captured; or why there is no time
 
     @property
     def gb_s(self) -> float:
@@ -131,8 +127,21 @@ class Result:
         }
 
 
-def measure(case: Case, rounds: int = 7) -> Result:
-    """Time one case on CuPy's current device."""
+@dataclass
+class Arrays:
+    """What a case attends over, on CuPy's current device; tables and lengths on the host."""
+
+    pools: list[
+        Any
+    ]  # the rotation, each [blocks, 2, num_kv_heads, block_size, head_dim]; with `order`, pieces of one pool to be read
+    layers: list[tuple[Any, Any]]  # keys and values of one call after the other
+    tables: np.ndarray  # [batch, columns] int32
+    lens: np.ndarray  # [batch] int32
+    q: Any  # [batch * rows, num_heads, head_dim]
+
+
+def arrays(case: Case) -> Arrays:
+    """Random keys, values, queries, and tables that are a random permutation of the pool. Waits until all is there."""
     import cupy
 
     rng = np.random.default_rng(1)
@@ -159,27 +168,36 @@ def measure(case: Case, rounds: int = 7) -> Result:
     lens = np.full(case.batch, case.context, np.int32)
     q = rng.standard_normal((case.batch * case.rows, case.num_heads, case.head_dim)).astype(np.float32)
     q = cupy.asarray(q.astype(numpy_dtype(case.dtype)))
-    out = cupy.empty_like(q)
+    cupy.cuda.get_current_stream().synchronize()  # streams that do not wait for this one read all of it
+    return Arrays(pools, layers, tables, lens, q)
+
+
+def measure(case: Case, rounds: int = 7) -> Result:
+    """Time one case on CuPy's current device."""
+    import cupy
+
+    made = arrays(case)
+    layers, tables, lens, q = made.layers, made.tables, made.lens, made.q
+    out, starts = cupy.empty_like(q), np.arange(case.batch + 1, dtype=np.int32) * case.rows
     plan = cupaged.plan(
         lens, tables, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, head_dim=case.head_dim, block_size=case.block_size,
-        dtype=case.dtype, kv_dtype=case.kv_dtype, share_prefix=case.share_prefix, device="cuda",
-        query_start_loc=np.arange(case.batch + 1, dtype=np.int32) * case.rows,
+        dtype=case.dtype, kv_dtype=case.kv_dtype, share_prefix=case.share_prefix, device="cuda", query_start_loc=starts,
     )  # fmt: skip
-
-    cupy.cuda.get_current_stream().synchronize()  # streams that do not wait for this one read all of it
+    how = {"kv_dtype": case.kv_dtype, "share_prefix": case.share_prefix}
 
     def attend(i: int) -> None:
-        how = {"kv_dtype": case.kv_dtype, "share_prefix": case.share_prefix}
         cupaged.paged_attention(q, *layers[i % len(layers)], None, None, plan=plan, out=out, **how)
+
+    def attend_alone(i: int) -> None:
+        cupaged.paged_attention(q, *layers[i % len(layers)], tables, lens, query_start_loc=starts, **how)
 
     calls = max(len(layers), 10)
     result = Result(
-        case.name, case.kv_bytes, case.flop, _read_bandwidth(pools, rounds), _eager(attend, calls, rounds),
-        _captured(attend, calls, rounds), _host(attend, 200),
+        case.name, case.kv_bytes, case.flop, _read_bandwidth(made.pools, rounds), _eager(attend, calls, rounds),
+        _captured(attend, calls, rounds), _host(attend, 200), _host(attend_alone, 200),
     )  # fmt: skip
     if case.classic:
-        result.classic_us = _classic(case, pools, q, out, tables, lens, calls, rounds)
-    result.peer_us = peer_times(case, q, pools, tables, calls, lambda work: _median(work, rounds))
+        result.classic_us = _classic(case, made.pools, q, out, tables, lens, calls, rounds)
     return result
 
 
@@ -247,11 +265,11 @@ def memory_needed(case: Case) -> int:
     return (_pool_bytes() if case.order else (_copies(case) + 1) * case.kv_bytes) + (1 << 28)
 
 
-def fits(case: Case) -> bool:
-    """Whether the device has the memory free that the case needs."""
+def fits(case: Case, times: int = 1) -> bool:
+    """Whether the device has the memory free that so many of the case need."""
     import cupy
 
-    return memory_needed(case) <= 0.9 * cupy.cuda.Device().mem_info[0]
+    return times * memory_needed(case) <= 0.9 * cupy.cuda.Device().mem_info[0]
 
 
 def _pool_bytes() -> int:
@@ -296,7 +314,7 @@ def _read_bandwidth(pools: list[Any], rounds: int) -> float:
 
 
 def _eager(call: Callable[[int], None], calls: int, rounds: int) -> float:
-    return _median(lambda: [call(i) for i in range(calls)], rounds) / calls
+    return median(lambda: [call(i) for i in range(calls)], rounds) / calls
 
 
 def _captured(call: Callable[[int], None], calls: int, rounds: int) -> float:
@@ -313,10 +331,10 @@ def _captured(call: Callable[[int], None], calls: int, rounds: int) -> float:
                 call(i)
         finally:
             graph = stream.end_capture()
-        return _median(graph.launch, rounds) / calls
+        return median(graph.launch, rounds) / calls
 
 
-def _median(work: Callable[[], Any], rounds: int) -> float:
+def median(work: Callable[[], Any], rounds: int) -> float:
     """Microseconds of GPU time between two events around `work`, on the current stream."""
     import cupy
 
@@ -349,7 +367,7 @@ def _host(call: Callable[[int], None], calls: int) -> float:
 def table(results: list[dict[str, Any]]) -> str:
     """Lines for people."""
     head = f"{'case':44} {'MiB':>8} {'read GB/s':>9} {'graph us':>9} {'GB/s':>7} {'of read':>8} {'eager us':>9} {'host us':>8}  "
-    head += "TFLOP/s, classic v1 / v2, peers us"
+    head += f"{'alone':>7}  TFLOP/s, classic v1 / v2, peers us"
     lines = [head]
     for r in results:
         if "error" in r:
@@ -362,6 +380,6 @@ def table(results: list[dict[str, Any]]) -> str:
         others += [f"{name} {us if isinstance(us, str) else f'{us:.1f}'}" for name, us in r["peer_us"].items()]
         lines.append(
             f"{r['case']:44} {r['kv_bytes'] / 2**20:8.1f} {r['read_gb_s']:9.0f} {r['graph_us']:9.1f} {r['gb_s']:7.0f} {r['fraction']:8.1%} "
-            f"{r['eager_us']:9.1f} {r['host_us']:8.1f}  {'  '.join(filter(None, others))}"
+            f"{r['eager_us']:9.1f} {r['host_us']:8.1f}  {r['host_alone_us']:7.1f}  {'  '.join(filter(None, others))}"
         )
     return "\n".join(lines)

@@ -1,61 +1,78 @@
 """What peers take for the same attention on a GPU: FlashInfer on the very same pages, PyTorch's attention on a contiguous cache.
 
-Both are optional; a peer that is absent, or lacks what a case asks for, is left out, and one that fails says why in place of its
-time. Queries and pages reach PyTorch through DLPack. Calls are captured in a CUDA graph and timed like ours.
+    python -m bench.gpu_peers 120          # seconds in which cases may begin; a line of JSON for each (case, peer)
+
+A process of its own, which `python -m bench.gpu_check` starts and stops: peers compile for minutes, and what goes wrong in them stays
+there. PyTorch comes first, which compiles nothing; cases in the order of gpu_attention.py. A peer that is not installed, or lacks what
+a case asks for, is left out; one that fails says why in place of its time. Queries and pages reach PyTorch through DLPack. Calls are
+captured in a CUDA graph and timed like ours. Arguments are those that FlashInfer has had since 0.2 (looked up in 0.2.5, 0.5.3, 0.7).
 """
 
 from __future__ import annotations
 
+import gc
+import json
+import sys
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from .gpu_attention import Case
+from .gpu_attention import CASES, Arrays, Case, arrays, fits, median
 
 WORKSPACE_BYTES = 256 << 20  # what FlashInfer asks for its partial results
 
 
-def peer_times(
-    case: Case, q: Any, pools: list[Any], tables: np.ndarray, calls: int, time: Callable[[Callable[[], Any]], float]
-) -> dict[str, float | str]:
-    """Microseconds a call of each peer, or why it has none.
+def main(seconds: float) -> int:
+    end = time.monotonic() + seconds
+    if find_spec("torch") is None:
+        return 0
+    for name in PEERS:
+        if find_spec(MODULES[name]) is None:
+            continue
+        for case in CASES:
+            if time.monotonic() > end:
+                return 0
+            if offers(name, case) and fits(case, times=2):
+                print(json.dumps({"case": case.name, "peer": name, "us": peer_time(name, case)}), flush=True)
+    return 0
 
-    Args:
-        q: `[batch * rows, num_heads, head_dim]`; pools: each `[blocks, 2, num_kv_heads, block_size, head_dim]`, both CuPy's.
-        tables: `[batch, columns] int32` of the host; every sequence has `case.context` tokens.
-        calls: how many calls a graph holds; time: microseconds of what a function enqueues on CuPy's current stream.
-    """
-    if find_spec("torch") is None or case.dtype == "float32" or case.order or case.shared:
-        return {}
+
+def offers(name: str, case: Case) -> bool:
+    """Whether the peer can be asked for the case."""
+    if case.dtype == "float32" or case.order or case.shared:
+        return False
+    # the causal mask of PyTorch is for rows that are the whole sequence
+    return name != "sdpa" or (not case.kv_dtype and case.rows in (1, case.context))
+
+
+def peer_time(name: str, case: Case, rounds: int = 7) -> float | str:
+    """Microseconds of a call, or why there is no time."""
     import cupy
     import torch
 
-    makers = {"sdpa": _sdpa}
-    if find_spec("flashinfer") is not None:
-        makers["flashinfer"] = _flashinfer
-    found: dict[str, float | str] = {}
     stream = cupy.cuda.Stream(non_blocking=True)
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        for name, make in makers.items():
-            try:
-                call = make(torch, case, q, pools, tables)
-                if call is None:
-                    continue
-                for i in range(2):
-                    call(i)  # compiles and allocates
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    for i in range(calls):
-                        call(i)
-                found[name] = time(graph.replay) / calls
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"[:300]
-            torch.cuda.empty_cache()
-    return found
+    try:
+        with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+            made = arrays(case)
+            call, calls = PEERS[name](torch, case, made), max(len(made.pools), 10)
+            for i in range(2):
+                call(i)  # compiles and allocates
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for i in range(calls):
+                    call(i)
+            return median(graph.replay, rounds) / calls
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    finally:
+        made = call = graph = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        cupy.get_default_memory_pool().free_all_blocks()
 
 
 def _tensor(torch: Any, array: Any, dtype: str) -> Any:
@@ -66,41 +83,42 @@ def _tensor(torch: Any, array: Any, dtype: str) -> Any:
     )
 
 
-def _sdpa(torch: Any, case: Case, q: Any, pools: list[Any], tables: np.ndarray) -> Callable[[int], Any] | None:
+def _sdpa(torch: Any, case: Case, made: Arrays) -> Callable[[int], Any]:
     """PyTorch's attention on as many contiguous caches as there are pools."""
-    if case.kv_dtype or case.rows not in (1, case.context):  # its causal mask is for rows that are the whole sequence
-        return None
-    queries = _tensor(torch, q, case.dtype).view(case.batch, case.rows, case.num_heads, case.head_dim).transpose(1, 2)
+    shape = (case.batch, case.rows, case.num_heads, case.head_dim)
+    queries = _tensor(torch, made.q, case.dtype).view(shape).transpose(1, 2)
     shape = (2, case.batch, case.num_kv_heads, case.context, case.head_dim)
-    caches = [torch.randn(shape, dtype=queries.dtype, device=queries.device) for _ in pools]
-    grouped, causal = case.num_heads != case.num_kv_heads, case.rows > 1
+    caches = [torch.randn(shape, dtype=queries.dtype, device=queries.device) for _ in made.pools]
+    how: dict[str, bool] = {"is_causal": case.rows > 1}
+    if case.num_heads != case.num_kv_heads:
+        how["enable_gqa"] = True  # PyTorch 2.5 and newer
 
     def call(i: int) -> Any:
         k, v = caches[i % len(caches)]
-        return torch.nn.functional.scaled_dot_product_attention(queries, k, v, is_causal=causal, enable_gqa=grouped)
+        return torch.nn.functional.scaled_dot_product_attention(queries, k, v, **how)
 
     return call
 
 
-def _flashinfer(torch: Any, case: Case, q: Any, pools: list[Any], tables: np.ndarray) -> Callable[[int], Any]:
+def _flashinfer(torch: Any, case: Case, made: Arrays) -> Callable[[int], Any]:
     """FlashInfer's wrappers, planned once: decode, on tensor cores where query heads share keys, or its FlashAttention-2 prefill."""
     import flashinfer
 
-    queries = _tensor(torch, q, case.dtype)
-    pages = [_tensor(torch, pool, case.kv_dtype or case.dtype) for pool in pools]
+    queries = _tensor(torch, made.q, case.dtype)
+    pages = [_tensor(torch, pool, case.kv_dtype or case.dtype) for pool in made.pools]
 
     def on_device(x: np.ndarray) -> Any:
         return torch.as_tensor(x.astype(np.int32), device=queries.device)
 
-    columns = tables.shape[1]
+    columns = made.tables.shape[1]
     pages_of = (
         on_device(np.arange(case.batch + 1) * columns),
-        on_device(tables.reshape(-1)),
+        on_device(made.tables.reshape(-1)),
         on_device(np.full(case.batch, case.context - (columns - 1) * case.block_size)),
     )
     shape = (case.num_heads, case.num_kv_heads, case.head_dim, case.block_size)
     dtypes = {"q_data_type": queries.dtype, "kv_data_type": pages[0].dtype}
-    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=queries.device)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=queries.device)  # newer ones want zeros
     if case.rows == 1:
         cores = case.num_heads >= 4 * case.num_kv_heads
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=cores)
@@ -113,3 +131,11 @@ def _flashinfer(torch: Any, case: Case, q: Any, pools: list[Any], tables: np.nda
         return wrapper.run(queries, pages[i % len(pages)])
 
     return call
+
+
+PEERS: dict[str, Callable[[Any, Case, Arrays], Callable[[int], Any]]] = {"sdpa": _sdpa, "flashinfer": _flashinfer}
+MODULES = {"sdpa": "torch", "flashinfer": "flashinfer"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])))

@@ -433,10 +433,10 @@ def test_a_benchmark_measures_what_it_says(
 
     if plugin := request.config.pluginmanager.get_plugin("pretend"):
         monkeypatch.setattr(plugin.installed[0], "skipped", {"read_sum"})
-    small = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=2, head_dim=64)
+    small = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=2, head_dim=64, classic=True)
     impossible = gpu_attention.Case(2, 64, num_heads=6, num_kv_heads=4, head_dim=64)
-    orders = [replace(small, order=order) for order in ("page", "layer")]
-    prefill = replace(small, rows=3)
+    orders = [replace(small, classic=False, order=order) for order in ("page", "layer")]
+    prefill = replace(small, classic=False, rows=3)
     monkeypatch.setattr(gpu_attention, "CASES", (impossible, small, *orders, prefill))
     monkeypatch.setattr(gpu_attention, "_pool_bytes", lambda: 1 << 22)
     monkeypatch.setattr(gpu_attention, "_l2_bytes", lambda: 1 << 16)
@@ -445,7 +445,8 @@ def test_a_benchmark_measures_what_it_says(
     gpu_check.run_benchmarks(float("inf"), report["attention"], lambda: gpu_check.write(tmp_path, report))
     first, second, *others = report["attention"]
     assert "num_heads" in first["error"] and "error" not in second
-    assert second["kv_bytes"] == 2 * 2 * 64 * 2 * 64 * 2 and second["host_us"] > 0
+    assert second["kv_bytes"] == 2 * 2 * 64 * 2 * 64 * 2 and min(second["host_us"], second["host_alone_us"]) > 0
+    assert set(second["classic_us"]) == {"v1", "v2"}
     assert [each.get("error") for each in others] == [None] * 3 and others[0]["case"].endswith("-page-major")
     assert others[2]["flop"] == 4 * 2 * 6 * 64 * (62 + 63 + 64)
     text = (tmp_path / "gpu-check.txt").read_text()

@@ -121,7 +121,7 @@ def as_array(x: Any, name: str) -> Array:
                     raise
         if hasattr(x, "__array__"):
             return np.asarray(x)
-    except (BufferError, RuntimeError, TypeError) as error:
+    except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(f"{name}: {library} cannot read this {type(x).__name__}: {error}") from error
     raise TypeError(
         f"{name}: expected an array (NumPy, CuPy, or anything with __dlpack__, __cuda_array_interface__ or __array__), "

@@ -5,6 +5,7 @@ NumPy arrays run on the CPU, CuPy arrays on the GPU they lie on. Nothing wrong p
 
 from __future__ import annotations
 
+import sys
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -374,11 +375,18 @@ def _cpu_backend() -> Any:
     try:
         from . import cpu
     except ImportError as error:
-        warnings.warn(
-            f"the fast CPU backend is off ({error}); using the slow reference: pip install 'cupaged[cpu]'", stacklevel=4
-        )
+        text = f"the fast CPU backend is off, and the slow reference computes in its place: {error}"
+        warnings.warn(text, stacklevel=_level_of_the_caller())
         return _Reference
     return cpu
+
+
+def _level_of_the_caller() -> int:
+    """How many frames above whoever asks the first one outside this package is, as `warnings.warn` counts."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class _Reference:

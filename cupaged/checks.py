@@ -73,10 +73,10 @@ def check_caches(
         raise TypeError(f"{dtype_word}: expected None or a name, such as 'fp8_e4m3', got {kv_dtype!r}")
     for cache, name in ((k_cache, k_name), (v_cache, v_name)):
         if not isinstance(cache, np.ndarray) and not is_cupy(cache):
-            raise TypeError(f"{name}: expected a NumPy or CuPy array, which can be written, got {type(cache).__name__}")
+            raise TypeError(f"{name}: {_not_ours(cache)}")
         check_device(cache, name, like)
         if writing and isinstance(cache, np.ndarray) and not cache.flags.writeable:
-            raise TypeError(f"{name}: expected a writable array, got a read-only one")
+            raise TypeError(f"{name}: {_READ_ONLY}")
         if cache.dtype != k_cache.dtype:
             raise TypeError(f"{v_name}: expected dtype {k_cache.dtype} as {k_name} has, got {v_cache.dtype}")
         k_classic = layout == "classic" and cache is k_cache
@@ -118,6 +118,16 @@ def check_caches(
             _right_forms.clear()
         _right_forms[form] = held
     return pages_view(k_cache, layout), pages_view(v_cache, layout), held
+
+
+_READ_ONLY = "expected a writable array, got a read-only one; make it with numpy.zeros or numpy.empty, or pass x.copy()"
+
+
+def _not_ours(x: Any) -> str:
+    return (
+        f"expected a NumPy or CuPy array, which can be written, got {type(x).__name__}; make it with numpy or cupy, or pass "
+        "tensor.numpy(), which shares the memory of a PyTorch tensor of the CPU"
+    )
 
 
 def _shape_of(layout: str, k_classic: bool) -> str:
@@ -337,12 +347,12 @@ def check_apart(x: Array, name: str, other: Array, other_name: str) -> None:
 
 def check_result(x: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> None:
     if not isinstance(x, np.ndarray) and not is_cupy(x):
-        raise TypeError(f"{name}: expected a NumPy or CuPy array, which can be written, got {type(x).__name__}")
+        raise TypeError(f"{name}: {_not_ours(x)}")
     check_device(x, name, like)
     if x.shape != shape or x.dtype != dtype:
         raise ValueError(f"{name}: expected {shape} {dtype}, got {x.shape} {x.dtype}")
     if isinstance(x, np.ndarray) and not x.flags.writeable:
-        raise TypeError(f"{name}: expected a writable array, got a read-only one")
+        raise TypeError(f"{name}: {_READ_ONLY}")
     if _last_axis_strided(x):
         raise ValueError(f"{name}: expected the last axis to be contiguous, got strides {x.strides}")
 

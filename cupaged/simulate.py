@@ -39,16 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool",
         type=_positive,
         metavar="SLOTS",
-        help="pool in token slots (default: 4 sequences of the longest length)",
+        help=f"pool in token slots (default: 4 sequences of the longest length; built-in: {BUILT_IN_POOL:,})",
     )
     parser.add_argument(
         "--max-length",
         type=_positive,
         metavar="TOKENS",
-        help="longest sequence of the model; longer requests are rejected (default: power of two above the trace's longest)",
+        help="longest sequence of the model; longer requests are rejected (default: power of two above the trace's longest; "
+        f"built-in: {BUILT_IN_LENGTH:,})",
     )
     parser.add_argument(
-        "--interval", type=float, default=0.05, metavar="SECONDS", help="time of a decode step (default: 0.05)"
+        "--interval", type=_above_zero, default=0.05, metavar="SECONDS", help="time of a decode step (default: 0.05)"
     )
     parser.add_argument("--rate", type=_above_zero, metavar="R", help="requests a second of a built-in workload")
     parser.add_argument("--seed", type=int, default=0, help="of built-in workloads and of beams (default: 0)")
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         if pool < SMALLEST_POOL:
             raise ValueError(f"--pool: expected at least {SMALLEST_POOL} slots, one of the largest blocks, got {pool}")
         names = args.policies or policies.default(trace)
+        args.out.parent.mkdir(parents=True, exist_ok=True)  # found out now, not after minutes
         memories = {name: policies.make(name, pool, max_length, trace, args.seed) for name in names}
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
@@ -117,7 +119,6 @@ def run(args: argparse.Namespace) -> int:
         "policies": {name: as_json(row) for name, row in figures.items()},
         "running_by_pool": {name: {str(size): round(n, 3) for size, n in row.items()} for name, row in sweep.items()},
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     written, picture = (args.out.with_name(args.out.name + ending) for ending in (".json", ".png"))
     written.write_text(json.dumps(results, indent=2) + "\n")
     print(f"\n{time.perf_counter() - start:.0f} s. Written: {written}", end="")
@@ -185,14 +186,16 @@ class _Progress:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
-    return value
+    return int(text)
 
 
 def _above_zero(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return value

@@ -44,6 +44,7 @@ def main() -> int:
         return 2
     prompt = tokenizer.encode_prompt(PROMPT)
     start = time.perf_counter()
+    print("making kernels for this processor, which takes a while the first time ...", file=sys.stderr)
     warm_up(model)
     print(f"kernels ready after {time.perf_counter() - start:.1f} s, compiled or read from the disk\n")
 

@@ -133,15 +133,17 @@ def array_module(device: str) -> Any:
 
 def at_least_one(text: str) -> int:
     """An option that counts something."""
-    n = int(text)
-    if n < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return n
+    return int(text)
 
 
 def not_negative(text: str) -> float:
     """An option that is a finite number of at least 0."""
-    x = float(text)
+    try:
+        x = float(text)
+    except ValueError:
+        x = -1.0
     if not 0 <= x < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
     return x

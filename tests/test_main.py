@@ -137,13 +137,16 @@ def test_a_gpu_without_cublas_runs_no_model(
 
 @pytest.mark.parametrize(
     "options",
-    [["--beam", "0"], ["--n", "-1"], ["--max-tokens", "x"], ["--temperature", "-1"], ["--beam", "2", "--n", "2"], ["--block-size", "0"]],
+    [["--beam", "0"], ["--n", "-1"], ["--max-tokens", "x"], ["--temperature", "-1"], ["--beam", "2", "--n", "2"], ["--block-size", "0"],
+     ["--temperature", "warm"], ["--n", "1.5"]],
     ids=" ".join,
 )  # fmt: skip
 def test_bad_options_end_with_code_2(tiny: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["generate", "hello", "--model", tiny, *options])
-    assert stopped.value.code == 2 and options[0] in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and options[0] in error
+    assert len(options) > 2 or ("expected a " in error and f"got {options[1]}" in error)
 
 
 def test_info_names_versions_system_backends_and_what_is_missing(

@@ -94,6 +94,7 @@ def test_a_trace_that_is_not_there_is_one_line_and_status_2(capsys: pytest.Captu
     [
         (["--policies", "prefix-cache"], "a prefix cache needs a trace with hash ids"),
         (["--pool", "127"], "expected at least 128 slots"),
+        (["--out", f"{__file__}/folder/figures"], "Not a directory"),
     ],
 )
 def test_what_cannot_be_studied_is_one_line_and_status_2(
@@ -102,6 +103,26 @@ def test_what_cannot_be_studied_is_one_line_and_status_2(
     assert main(["simulate", "alpaca", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--limit", "few"),
+        ("--limit", "0"),
+        ("--interval", "0"),
+        ("--interval", "nan"),
+        ("--rate", "x"),
+        ("--geometry", "1,2"),
+    ],
+)
+def test_an_option_that_is_no_such_number_says_what_was_expected(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", "alpaca", option, value])
+    assert stopped.value.code == 2
+    assert f"argument {option}: expected " in (error := capsys.readouterr().err) and f"got {value}" in error
 
 
 def test_importing_the_command_imports_no_plotting_and_no_progress_bar() -> None:

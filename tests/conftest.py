@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 
 import devices
 import numpy as np
@@ -33,3 +34,19 @@ def rng() -> np.random.Generator:
     seed = secrets.randbits(32)
     print(f"rng seed {seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["simt", "simt_sm75", pytest.param("cuda", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest) -> Iterator[devices.Machine]:
+    """Every place where the CUDA path runs, in turn."""
+    with devices.machine(request.param) as there:
+        yield there
+
+
+@pytest.fixture
+def all_threads() -> Iterator[None]:
+    """Gives back the threads that a test takes from Numba."""
+    numba = pytest.importorskip("numba", reason="the CPU backend needs numba: pip install 'cupaged[cpu]'")
+    before = numba.get_num_threads()
+    yield
+    numba.set_num_threads(before)

@@ -122,3 +122,30 @@ def cuda() -> Device:
     if not cupy.cuda.is_available():
         pytest.skip("no CUDA device found")
     return Device("cuda", None, cupy)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the CUDA path runs: the executor, or a GPU."""
+
+    backend: Any  # a `cuda.Backend`
+    put: Any  # host array -> device array
+    get: Any  # device array -> host array
+    tensor_cores: bool  # whether 16-bit queries go there
+
+
+@contextmanager
+def machine(name: str) -> Iterator[Machine]:
+    """The machine of that name: "simt", "simt_sm75" or "cuda"."""
+    if name == "cuda":
+        from cupaged.cuda import current_backend
+
+        xp = cuda().xp
+        backend = current_backend()
+        yield Machine(backend, xp.asarray, xp.asnumpy, backend.launcher.info.arch >= 80)
+        return
+    backend = simt(name, 75 if name == "simt_sm75" else 90).backend
+    import simt_device
+
+    with simt_device.in_place_of_a_gpu(backend):
+        yield Machine(backend, backend.launcher.put, backend.launcher.fetch, name == "simt")

@@ -461,7 +461,7 @@ def test_a_benchmark_measures_what_it_says(
     [
         ["tests/test_cupy.py"],
         [
-            "tests/test_cuda.py::test_one_captured_graph_serves_every_later_step[cuda-{}-1]",
+            "tests/test_cuda_graphs.py::test_one_captured_graph_serves_every_later_step[cuda-{}-1]",
             "tests/test_cuda.py::test_swapping_out_and_in_brings_the_blocks_back[cuda-page]",
             "tests/test_cuda.py::test_swapping_out_and_in_brings_the_blocks_back[cuda-layer]",
             "tests/test_behaviour.py::test_the_six_token_example[cuda]",

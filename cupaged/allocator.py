@@ -199,7 +199,7 @@ class BlockAllocator:
             found = self._prompts.find(root, tokens, int(count[0]), self._reserve)
             step = self._growth.attach(row, root, found, len(tokens))
         if self._cache:
-            requests.root[row] = self._cache.root(extra_key, requests.root)
+            requests.root[row] = root or self._cache.root(extra_key, requests.root)
         requests.bind([id], row)
         return step
 

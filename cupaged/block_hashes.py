@@ -17,14 +17,13 @@ _MIX, _PLACE = np.array(0xBF58476D1CE4E5B9, np.uint64), np.array(0x9E3779B97F4A7
 
 def block_hashes(words: Tokens, columns: Ints) -> Hashes:
     """A hash of each block's tokens `[n, block_size]` and its place in the sequence; a prefix has their sum."""
-    if words.shape[1] % 2 == 0:
-        words = np.ascontiguousarray(words).view(np.uint64)  # two tokens at a time
-    mixed = words.astype(np.uint64, copy=False) @ _factors(words.shape[1])
+    even = words.shape[1] % 2 == 0  # then two tokens at a time
+    numbers = np.ascontiguousarray(words).view(np.uint64) if even else words.astype(np.uint64)
+    mixed = numbers @ _factors(numbers.shape[1])
     mixed ^= mixed >> _SHIFT
     mixed *= _MIX
     mixed ^= mixed >> _HALF
-    place = columns.astype(np.uint64)
-    place *= _PLACE
+    place = columns.view(np.uint64) * _PLACE
     place += _UNIT
     mixed *= place
     hashes: Hashes = mixed

@@ -143,23 +143,27 @@ class BlockPool:
                 f"blocks: block {block} is released more often than the {self.ref_count[block]} times it is held"
             )
         self.references -= len(ids)
-        at = (left == _ZERO).nonzero()[0]
-        if not len(at):
-            return
+        freed, at = ids, None
         if not once:
+            at = (left == _ZERO).nonzero()[0]
             at = at[self.last_of_each(ids.take(at))]
+            if not len(at):
+                return
+            freed = ids.take(at)
         if self._cached:
-            known = self._identity.take(ids.take(at)) > 0
-            if np.count_nonzero(known):
-                every = np.count_nonzero(known) == len(at)
-                backward = (at if every else at[known])[::-1]
+            known = self._identity.take(freed) > 0
+            if count := np.count_nonzero(known):
+                every = count == len(freed)
+                backward = (freed if every else freed[known])[::-1]
                 if tables is not None and len(tables) > 1:
                     table = np.repeat(np.arange(len(tables)), tables)
-                    backward = backward[np.argsort(table.take(backward), kind="stable")]
-                self._cached.push(ids.take(backward))
-                at = _NONE if every else at[~known]
-        if len(at):
-            self._queue.push(ids.take(at))
+                    table = table if at is None else table.take(at)
+                    backward = backward[np.argsort((table if every else table[known])[::-1], kind="stable")]
+                self._cached.push(backward)
+                if every:
+                    return
+                freed = freed[~known]
+        self._queue.push(freed)
 
     def forsake(self) -> None:
         """Make plain blocks of all cached ones, in their order: their identities are gone."""

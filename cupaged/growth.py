@@ -172,10 +172,10 @@ class Growth:
         for tables, step, hits, fresh in zip(
             self._groups, steps, found.hits, blocks.reshape(len(self._groups), -1), strict=True
         ):
-            begin = found.columns - len(hits)
-            table = np.concatenate((hits, fresh)).astype(np.int32)
-            tables.tables[row[0], begin : begin + len(table)] = table
-            step.block_tables[0, begin : begin + len(table)] = table
+            begin, end = found.columns - len(hits), found.columns + len(fresh)
+            table = step.block_tables[0]
+            table[begin : found.columns], table[found.columns : end] = hits, fresh
+            tables.tables[row[0], begin:end] = table[begin:end]
             tables.begin[row] = begin
             tables.mark(row, 0)
         if found.source >= 0:

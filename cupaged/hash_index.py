@@ -23,7 +23,8 @@ Homes = tuple[Ints, npt.NDArray[np.uint32]]
 
 _ROOM = 8  # entries of a bucket
 _FEW = 8  # so many are dealt with one by one sooner than at once
-_FULL = np.array(255, np.uint8)
+_ALL = 255  # places of a bucket that is full
+_FULL = np.array(_ALL, np.uint8)
 _SPREAD = np.array(0x9E3779B97F4A7C15, np.uint64)  # 2**64 over the golden ratio
 _HALF = np.array(32, np.uint64)
 _TAGGED = np.array(1, np.uint32)  # set in the tag of every entry: 0 is an empty place
@@ -43,6 +44,7 @@ class HashIndex:
         self._modulus = np.array(self._num_buckets, np.uint64)
         self._nowhere = self._num_buckets * _ROOM  # a place that no one reads
         self._tags = np.zeros((self._num_buckets + 1, _ROOM), np.uint32)
+        self._flat_tags = self._tags.reshape(-1)  # the same memory
         self._table = np.full(self._nowhere + 1, -1, np.int32)  # the entries, bucket by bucket
         self._used = np.zeros(self._num_buckets, np.uint8)  # a bit for each place that has an entry
         self._passed = np.zeros(self._num_buckets, np.bool_)  # whether an entry that belongs here may be further on
@@ -71,6 +73,8 @@ class HashIndex:
             if not self._num_passed:
                 return found
             further = self._passed.take(buckets).nonzero()[0]
+            if not len(further):
+                return found
             further = further[found.take(further if asking is None else asking.take(further)) < 0]
             asking = further if asking is None else asking.take(further)
             buckets, tags = self._next(buckets.take(further)), tags.take(further)
@@ -109,31 +113,38 @@ class HashIndex:
         if 16 * self._num_passed > self._num_buckets:
             self._rebuild()
         self.count += len(blocks)
-        buckets, tags = homes[0].copy(), homes[1]
+        buckets, tags = homes
         while len(blocks) > _FEW:
             used = self._used.take(buckets)
-            full = (used == _FULL).nonzero()[0]
             places = buckets * _EIGHT
             places += _FIRST_FREE.take(used)
+            full = (used == _FULL).nonzero()[0]
             if len(full):
                 places[full] = self._nowhere
             # of several that want one place the last one gets it, with its tag
             self._table[places] = blocks.astype(np.int32)  # converted while it is assigned it takes longer
-            self._tags.reshape(-1)[places] = tags
+            self._flat_tags[places] = tags
             self._place[blocks] = places.astype(np.int32)
             self._used[buckets] = _FILLED.take(used)
             if len(full):
                 self._table[self._nowhere] = -1
-                buckets[full] = self._pass(buckets.take(full))
             lost = (self._table.take(places) != blocks).nonzero()[0]
+            if not len(lost):
+                return
             blocks, buckets, tags = blocks.take(lost), buckets.take(lost), tags.take(lost)
+            if len(blocks) > _FEW and len(full):
+                full = (self._used.take(buckets) == _FULL).nonzero()[0]
+                buckets[full] = self._pass(buckets.take(full))
         for block, bucket, tag in zip(blocks.tolist(), buckets.tolist(), tags.tolist(), strict=True):
             self._insert_from(bucket, block, tag)
 
     def _insert_from(self, bucket: int, block: int, tag: int) -> None:
         """`insert` for one block, in this bucket or the next one with room."""
-        while (used := int(self._used[bucket])) == _FULL:
-            bucket = int(self._pass(np.array([bucket]))[0])
+        while (used := int(self._used[bucket])) == _ALL:
+            if not self._passed[bucket]:
+                self._passed[bucket] = True
+                self._num_passed += 1
+            bucket = (bucket + 1) % self._num_buckets
         place = bucket * _ROOM + int(_FIRST_FREE[used])
         self._table[place], self._tags[bucket, place % _ROOM], self._place[block] = block, tag, place
         self._used[bucket] = _FILLED[used]
@@ -148,7 +159,7 @@ class HashIndex:
         """Take out `blocks [n]`, all of them entries."""
         places = self._place.take(blocks).astype(np.int64)
         self._table[places] = -1
-        self._tags.reshape(-1)[places] = 0
+        self._flat_tags[places] = 0
         np.subtract.at(self._used, places >> _THREE, _BIT.take(places & _SEVEN))
         self._place[blocks] = -1
         self.count -= len(blocks)

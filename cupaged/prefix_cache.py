@@ -421,7 +421,10 @@ def _after(first: Ints, values: Ints) -> Ints:
 
 def _leading(flags: npt.NDArray[np.bool_]) -> int:
     """How many are true before the first that is not."""
-    return len(flags) if np.count_nonzero(flags) == len(flags) else int(flags.argmin())
+    if not len(flags):
+        return 0
+    first = int(flags.argmin())
+    return len(flags) if flags[first] else first
 
 
 def _repeats(hashes: Hashes) -> bool:

@@ -194,18 +194,10 @@ class Step:
 
 
 def write_slots(slots: Ints, blocks: Blocks, offset: int, size: int) -> None:
-    """Fill `slots [n]` with those of a piece of one sequence, which begins at `offset` in the first of its `blocks`: block by block."""
-    starts, offsets = blocks.astype(np.int64) * size, np.arange(size)
-    begin = min(-offset % size, len(slots))
-    if begin:
-        slots[:begin] = starts[0] + offsets[offset : offset + begin]
-        starts = starts[1:]
-    whole = (len(slots) - begin) // size
-    middle = slots[begin : begin + whole * size].reshape(whole, size)
-    np.add(starts[:whole, None], offsets, out=middle)
-    rest = slots[begin + whole * size :]
-    if len(rest):
-        rest[:] = starts[whole] + offsets[: len(rest)]
+    """Fill `slots [n]` with those of a piece of one sequence, which begins at `offset` in the first of its `blocks`."""
+    starts = blocks - np.arange(len(blocks))  # where token 0 of the piece's first block would lie, seen from each block
+    starts *= size
+    np.add(starts.repeat(size)[offset : offset + len(slots)], np.arange(offset, offset + len(slots)), out=slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,10 +66,12 @@ def assert_alike(alloc: BlockAllocator, model: Model) -> None:
     assert alloc.host_pool.ref_count.tolist() == model.host_owners
 
 
-def assert_step(step: Step, expected: ModelStep) -> None:
-    """Every array of a step, padding included."""
+def assert_step(step: Step, expected: ModelStep, wholly: bool = True) -> None:
+    """Every array of a step, padding included, and `wholly` where it lies and of which dtype it is."""
     for g in range(len(expected.tables)):
         _assert_group(step.group(g), expected, g)
+        if wholly:
+            _assert_layout(step.group(g))
 
 
 def _assert_group(step: Step, expected: ModelStep, g: int) -> None:
@@ -84,6 +86,9 @@ def _assert_group(step: Step, expected: ModelStep, g: int) -> None:
     for name in ("swap_out", "swap_in"):
         assert [tuple(pair) for pair in getattr(step, name).tolist()] == ([] if g else getattr(expected, name))
     assert step.num_cached.tolist() == expected.num_cached
+
+
+def _assert_layout(step: Step) -> None:
     dtypes = {
         name: getattr(step, name).dtype.name
         for name in ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "copies", "swap_out", "swap_in")

@@ -129,7 +129,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return True, result
 
     def ran(self, step: Step, expected: ModelStep, sequences: list[Any], tokens: Any) -> None:
-        assert_step(step, expected)
+        assert_step(step, expected, self.wholly)
         assert (step.serial, step.after) == (self.serial + 1, self.after)
         assert step.rows.tolist() == self.alloc.rows(sequences).tolist()
         self.serial = step.serial

@@ -12,6 +12,7 @@ when all tests passed and no benchmark failed, 1 otherwise, 2 without a GPU.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import os
 import re
@@ -73,6 +74,7 @@ def describe(cupy: Any) -> dict[str, Any]:
         "runtime": cupy.cuda.runtime.runtimeGetVersion(),
         "cupy": cupy.__version__,
         "nvrtc": nvrtc(cupy),
+        "peers": {name: version(name) for name in ("torch", "flashinfer-python")},
         "python": sys.version.split()[0],
         "commit": commit(),
     }
@@ -84,6 +86,13 @@ def nvrtc(cupy: Any) -> str:
         return ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str:

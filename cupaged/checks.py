@@ -260,7 +260,7 @@ def scales(x: Any, name: str, num_kv_heads: int, like: Array) -> Array:
         return array_module(a).ascontiguousarray(a)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1 << 14)  # graphs keep their addresses: those of every layer's scales must not leave
 def _filled(value: float, n: int, device: int | None) -> Array:
     """A constant vector, made once: the common scale of 1 must not cost an allocation a call."""
     if device is None:

@@ -35,6 +35,23 @@ def cuda_devices() -> tuple[list[str], str]:
     return names, "" if names else "no GPU found: CuPy and a driver are installed, but there is no CUDA device"
 
 
+def compiler() -> tuple[str | None, str]:
+    """Version of the CUDA compiler, and why it makes no kernels; it needs no GPU."""
+    if find_spec("cupy") is None:
+        return None, ""
+    try:
+        from cupy.cuda import nvrtc
+
+        from .cuda_structs import merge_defines
+        from .kernels import Specialisation, compile_cubin
+
+        version = ".".join(map(str, nvrtc.getVersion()))
+        compile_cubin(Specialisation.of("merge", "merge.cu", merge_defines("float16")), 90)
+    except Exception as error:  # CuPy raises one of several where libraries or headers are missing
+        return None, f"{type(error).__name__}: {error}"
+    return version, ""
+
+
 def system() -> dict[str, str]:
     """Operating system, processor, and the settings of this package that the environment has."""
     processor = platform.processor() or platform.machine()
@@ -57,6 +74,9 @@ def report() -> dict[str, object]:
     backends["cuda"] = {"available": bool(names), "devices": names}
     if why:
         missing.append(f"cuda backend: {why}")
+    found["nvrtc"], why = compiler()
+    if why:
+        missing.append(f"cuda backend: kernels do not compile: {why}")
     if not found["ml_dtypes"]:
         missing.append("bfloat16 and fp8: ml_dtypes is not installed: pip install 'cupaged[cpu]'")
     absent = [name for name in ("gguf", "tokenizers", "jinja2") if not found[name]]

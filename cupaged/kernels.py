@@ -102,7 +102,7 @@ def compile_function(what: Specialisation, arch: int, shared_bytes: int) -> Any:
     import cupy
 
     module = cupy.RawModule(code=flatten(what.source), options=what.options)
-    with _explained(what, what.options):
+    with _explained(what, arch):
         function = module.get_function(what.kernel)
     if shared_bytes > 48 * 1024:
         function.max_dynamic_shared_size_bytes = shared_bytes
@@ -127,7 +127,8 @@ def compile_cubin(what: Specialisation, arch: int, options: tuple[str, ...] = ()
             nvrtc.compileProgram(program, flags)
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
-            raise CompileError(f"{what} does not compile for sm_{arch}\noptions: {' '.join(flags)}\n{log}") from error
+            message = f"{what} does not compile for sm_{arch}\noptions: {' '.join(flags)}\n{log}"
+            raise CompileError(message + _advice(message)) from error
         # getCUBIN drops the last byte of the image
         return bytes(nvrtc.getCUBIN(program)) + b"\0", str(nvrtc.getProgramLog(program))
     finally:
@@ -135,13 +136,34 @@ def compile_cubin(what: Specialisation, arch: int, options: tuple[str, ...] = ()
 
 
 @contextmanager
-def _explained(what: Specialisation, options: tuple[str, ...]) -> Iterator[None]:
+def _explained(what: Specialisation, arch: int) -> Iterator[None]:
+    """What CuPy raises where it compiles, loads or keeps a kernel, as a CompileError that says what helps."""
     from cupy.cuda.compiler import CompileException
+    from cupy_backends.cuda.api.driver import CUDADriverError
 
     try:
         yield
-    except CompileException as error:
-        raise CompileError(f"{what} does not compile\noptions: {' '.join(options)}\n{error}") from error
+    except (CompileException, CUDADriverError, OSError) as error:
+        failed = "does not compile" if isinstance(error, CompileException) else "cannot be loaded"
+        message = f"{what} {failed} for sm_{arch}\noptions: {' '.join(what.options)}\n{type(error).__name__}: {error}"
+        raise CompileError(message + _advice(str(error), isinstance(error, OSError))) from error
+
+
+def _advice(text: str, of_system: bool = False) -> str:
+    """What helps against an error with this text; `of_system`: it came from the operating system."""
+    if of_system:
+        return "\nif CuPy's cache of compiled kernels cannot be written, set CUPY_CACHE_DIR to a folder that can, or CUPY_CACHE_IN_MEMORY=1"
+    if "--gpu-architecture" in text or "NO_BINARY_FOR_GPU" in text or "UNSUPPORTED_PTX" in text:
+        from cupy.cuda import nvrtc
+
+        version = ".".join(map(str, nvrtc.getVersion()))
+        return (
+            f"\nthis compiler, NVRTC {version}, and this device or its driver do not go together: pip install -U nvidia-cuda-nvrtc-cu12 "
+            "(nvidia-cuda-nvrtc for CUDA 13), or a newer driver"
+        )
+    if "open source file" in text:
+        return "\nCUDA's headers are missing: pip install nvidia-cuda-runtime-cu12 (nvidia-cuda-runtime for CUDA 13)"
+    return ""
 
 
 @lru_cache(maxsize=1)

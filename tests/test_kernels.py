@@ -191,6 +191,38 @@ def test_the_cupy_path_reports_a_compile_error_the_same_way(monkeypatch: pytest.
         compile_function(Specialisation.of("merge", "merge.cu", merge_defines("float16")), 80, 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "advice"),
+    [
+        ("compile", "nvrtc: error: invalid value for --gpu-architecture (-arch)", r"NVRTC \d+\.\d+, and this device .* pip install -U"),
+        ("driver", "CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available", r"NVRTC \d+\.\d+, and this device .* pip install -U"),
+        ("compile", 'catastrophic error: cannot open source file "cuda_fp16.h"', "headers are missing: pip install nvidia-cuda-runtime"),
+        ("system", "[Errno 30] Read-only file system: '/home/.cupy/kernel_cache/tmp1'", "set CUPY_CACHE_DIR to a folder"),
+        ("compile", "merge.cu(1): error: nonsense", "nonsense$"),
+    ],
+)  # fmt: skip
+def test_what_keeps_a_first_kernel_from_running_says_what_helps(
+    monkeypatch: pytest.MonkeyPatch, kind: str, said: str, advice: str
+) -> None:
+    cupy = pytest.importorskip("cupy", reason="the errors are CuPy's")
+    from cupy.cuda.compiler import CompileException
+    from cupy_backends.cuda.api.driver import CUDADriverError
+
+    class DriverError(CUDADriverError):  # CuPy's own asks the driver for the text of a number
+        def __init__(self, text: str) -> None:
+            RuntimeError.__init__(self, text)
+
+    error = {"compile": CompileException(said, "", "x", ()), "driver": DriverError(said), "system": OSError(said)}[kind]
+
+    def fail(name: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(cupy, "RawModule", lambda code, options: SimpleNamespace(get_function=fail))
+    with pytest.raises(CompileError, match=r"(?s)merge of merge.cu .* for sm_103.*" + advice) as found:
+        compile_function(Specialisation.of("merge", "merge.cu", merge_defines("float16")), 103, 0)
+    assert said in str(found.value)
+
+
 def test_debug_mode_reports_what_was_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

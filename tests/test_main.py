@@ -168,6 +168,22 @@ def test_info_names_versions_system_backends_and_what_is_missing(
     assert all(line in lines for line in data["missing"])
 
 
+def test_info_compiles_a_kernel_and_says_why_it_could_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy", reason="compiling needs CuPy")
+    from cupy.cuda import nvrtc
+
+    from cupaged import kernels
+
+    assert info.compiler() == (".".join(map(str, nvrtc.getVersion())), "")
+    monkeypatch.setattr(kernels, "_cuda_includes", lambda: ())
+    version, why = info.compiler()
+    assert version is None and "open source file" in why
+    assert main(["info"]) == 0
+    assert "headers are missing: pip install nvidia-cuda-runtime-cu12" in capsys.readouterr().out
+
+
 def test_info_says_how_to_get_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,7 +303,7 @@ def test_fewer_rows_than_the_step_has_are_refused_and_nothing_is_written(rng: np
     cache.begin(first)
     with pytest.raises(ValueError, match="k: expected 3 rows, as many tokens as the step has, got 2"):
         cache.write(0, *new_rows(rng, 2), first)
-    with pytest.raises(ValueError, match="q: expected 3 rows, as many as the plan has, got 2"):
+    with pytest.raises(ValueError, match="q: expected 3 rows, one for each new token of the step, got 2"):
         cache.attend(0, np.ones((2, 4, 8), np.float32), first)
     assert np.isnan(cache.pool).all()
 

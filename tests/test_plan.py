@@ -222,7 +222,7 @@ def test_a_call_that_differs_from_its_plan_is_refused(options: dict[str, Any], m
     cache = np.zeros((4, 2, 4, 64), np.float16)
     with pytest.raises(ValueError, match=message):
         cupaged.paged_attention(np.zeros((2, 4, 64), np.float16), cache, cache, None, None, plan=plan, **options)
-    with pytest.raises(ValueError, match="q: expected 2 rows, as many as the plan has, got 3"):
+    with pytest.raises(ValueError, match="q: expected 2 rows, one for each new token of the step, got 3"):
         cupaged.paged_attention(np.zeros((3, 4, 64), np.float16), cache, cache, None, None, plan=plan)
     with pytest.raises(ValueError, match="made for dtype='float16', but the call has dtype='float32'"):
         cupaged.paged_attention(np.zeros((2, 4, 64), np.float32), cache, cache, None, None, plan=plan)

@@ -97,7 +97,9 @@ class Plan:
         """Raise ValueError when a call has another number of query rows than the plan."""
         if self.bounds is None:
             if num_tokens != self.num_tokens:
-                raise ValueError(f"q: expected {self.num_tokens} rows, one for each new token of the step, got {num_tokens}")
+                raise ValueError(
+                    f"q: expected {self.num_tokens} rows, one for each new token of the step, got {num_tokens}"
+                )
         elif not self.num_tokens <= num_tokens <= self.bounds.max_tokens:
             raise ValueError(
                 f"q: expected {self.num_tokens} (the plan's rows now) to max_tokens = {self.bounds.max_tokens} rows, got {num_tokens}"

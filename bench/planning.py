@@ -43,7 +43,7 @@ class NoLauncher:
         pass
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return np.empty(shape, dtype).view(_DeviceArray)
+        return np.empty(shape, dtype).view(DeviceArray)
 
     def pinned(self, num_bytes: int) -> Array:
         return np.empty(num_bytes, np.uint8)
@@ -70,7 +70,7 @@ class NoLauncher:
         return 0
 
 
-class _DeviceArray(np.ndarray):
+class DeviceArray(np.ndarray):
     """Stands for a CuPy array: plain NumPy arrays are metadata to be uploaded."""
 
 
@@ -103,8 +103,8 @@ def calls() -> list[Row]:
     pool = np.empty((blocks, 2, 8, block_size, 128), np.float16)
     tables = np.arange(blocks, dtype=np.int32).reshape(batch, -1)
     lens, starts = np.full(batch, 4000, np.int32), np.arange(batch + 1, dtype=np.int32)
-    q = np.zeros((batch, 32, 128), np.float16).view(_DeviceArray)
-    out, keys, values = np.empty_like(q), pool[:, 0].view(_DeviceArray), pool[:, 1].view(_DeviceArray)
+    q = np.zeros((batch, 32, 128), np.float16).view(DeviceArray)
+    out, keys, values = np.empty_like(q), pool[:, 0].view(DeviceArray), pool[:, 1].view(DeviceArray)
     backend = cuda.Backend(NoLauncher())  # type: ignore[arg-type]
     model: dict[str, Any] = {
         "num_heads": 32,

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from behaviour import Case
+from devices import Device
 from simt.launcher import SimtLauncher
 
 from cupaged import attention, cuda, kernels, kv_cache
@@ -69,3 +71,13 @@ def in_place_of_a_gpu(backend: cuda.Backend) -> Iterator[cuda.Backend]:
         patch.setattr(kv_cache, "backend_of", lambda x, classic=False: backend)
         patch.setattr(cuda, "current_backend", lambda: backend)
         yield backend
+
+
+def attend(case: Case, backend: cuda.Backend) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """`(out, lse)` of a case, and the names of the kernels that were launched."""
+    with pytest.MonkeyPatch.context() as patch:
+        launched: list[str] = []
+        launch = backend.launcher.launch
+        patch.setattr(backend.launcher, "launch", lambda f, *rest: (launched.append(f.name), launch(f, *rest)))
+        out, lse = Device("simt", backend).paged_attention(*case.arguments(), **case.options)
+    return out, lse, launched

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cupaged
+from bench.planning import DeviceArray, NoLauncher
 from cupaged import attention, call_form, cuda, recent_plan
 from cupaged.arrays import numpy_dtype
 from cupaged.cuda_structs import ADDRESSES, ATTENTION, attention_pieces, pack, pack_attention
@@ -26,12 +27,8 @@ OF_THE_WORK = ("block_tables", "seq_lens", "query_start_loc", "share_start", "it
                "tickets", "shared_groups", "shared_rows", "first_shared_row", "shared_sums", "shared_states")  # fmt: skip
 
 
-class DeviceArray(np.ndarray):
-    """Stands for an array on the device."""
-
-
-class Recorder:
-    """A device that keeps what it is told to launch; its memory is the host's."""
+class Recorder(NoLauncher):
+    """A device that keeps what it is told to launch."""
 
     info = DeviceInfo("recorder", 90, 4, 227 << 10, 228 << 10, 50 << 20)
 
@@ -62,24 +59,6 @@ class Recorder:
 
     def pointer(self, array: np.ndarray) -> int:
         return int(array.ctypes.data)
-
-    def copy_async(self, dst: np.ndarray, src: np.ndarray) -> None:
-        dst[...] = src
-
-    def record(self) -> Any:
-        return self
-
-    def synchronize(self, event: Any) -> None:
-        """Everything has run."""
-
-    def capturing(self) -> bool:
-        return False
-
-    def device(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def stream(self) -> int:
-        return 0
 
 
 def ints(address: Any, count: int) -> list[int]:

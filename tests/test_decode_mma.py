@@ -26,14 +26,9 @@ def device(arch: int = 90) -> Device:
 
 def run(case: behaviour.Case, arch: int = 90, kernel: str = KERNEL) -> tuple[np.ndarray, np.ndarray]:
     """`(out, lse)`, and a check that `kernel` and no other took every row."""
-    backend = simt_device.backend(arch)
-    with pytest.MonkeyPatch.context() as patch:
-        launched: list[str] = []
-        launch = backend.launcher.launch
-        patch.setattr(backend.launcher, "launch", lambda f, *rest: (launched.append(f.name), launch(f, *rest)))
-        result = device(arch).paged_attention(*case.arguments(), **case.options)
+    out, lse, launched = simt_device.attend(case, simt_device.backend(arch))
     assert launched == [kernel]
-    return result
+    return out, lse
 
 
 # head_dim 8: a half step alone; 24: one and a half; 40: fp8 rows that end inside a unit; 256: the widest

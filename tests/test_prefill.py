@@ -6,7 +6,6 @@ import behaviour
 import numpy as np
 import pytest
 from behaviour import assert_close, make_case
-from devices import Device
 from simt import build
 
 if reason := build.unavailable():
@@ -16,14 +15,7 @@ import simt_device
 
 
 def run(case: behaviour.Case, arch: int = 90, kind: str = "plain") -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """`(out, lse)` and the names of the kernels that were launched."""
-    backend = simt_device.backend(arch, kind=kind)
-    with pytest.MonkeyPatch.context() as patch:
-        launched: list[str] = []
-        launch = backend.launcher.launch
-        patch.setattr(backend.launcher, "launch", lambda f, *rest: (launched.append(f.name), launch(f, *rest)))
-        out, lse = Device("simt", backend).paged_attention(*case.arguments(), **case.options)
-    return out, lse, launched
+    return simt_device.attend(case, simt_device.backend(arch, kind=kind))
 
 
 def check(case: behaviour.Case, arch: int = 90, kernels: tuple[str, ...] = ("prefill",)) -> None:

@@ -9,7 +9,6 @@ import behaviour
 import numpy as np
 import pytest
 from behaviour import assert_close, make_case
-from devices import Device
 from simt import build
 
 import cupaged
@@ -29,14 +28,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(case: behaviour.Case, backend: cuda.Backend | int = 90) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """`(out, lse)` and the names of the kernels that were launched."""
-    backend = simt_device.backend(backend) if isinstance(backend, int) else backend
-    with pytest.MonkeyPatch.context() as patch:
-        launched: list[str] = []
-        launch = backend.launcher.launch
-        patch.setattr(backend.launcher, "launch", lambda f, *rest: (launched.append(f.name), launch(f, *rest)))
-        out, lse = Device("simt", backend).paged_attention(*case.arguments(), **case.options)
-    return out, lse, launched
+    return simt_device.attend(case, simt_device.backend(backend) if isinstance(backend, int) else backend)
 
 
 def unshared(case: behaviour.Case) -> behaviour.Case:

@@ -72,25 +72,43 @@ def test_power_of_two_reserves_the_next_one() -> None:
     assert held(reserve_power_of_two(64), 1, 5, 8, 9) == (1 + 8 + 8 + 16, 23, 10)
 
 
+class Pieces:
+    """What a random history has taken of an arena."""
+
+    def __init__(self, data: st.DataObject, arena: FirstFit | Buddy, capacity: int) -> None:
+        self.data, self.arena = data, arena
+        self.taken = bytearray(capacity)  # 1 where a piece lies
+        self.pieces: list[tuple[int, int]] = []
+
+    def give(self) -> bool:
+        """Give one of them back, or none: chance decides."""
+        if not self.pieces or not self.data.draw(st.booleans()):
+            return False
+        start, size = self.pieces.pop(self.data.draw(st.integers(0, len(self.pieces) - 1)))
+        self.arena.give(start, size)
+        self.taken[start : start + size] = bytes(size)
+        return True
+
+    def take(self, size: int) -> int | None:
+        start = self.arena.take(size)
+        if start is not None:
+            self.taken[start : start + size] = b"\1" * size
+            self.pieces.append((start, size))
+        return start
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_first_fit_takes_the_lowest_run_of_free_slots(data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 60))
-    arena, taken, pieces = FirstFit(capacity), bytearray(capacity), []
+    arena = FirstFit(capacity)
+    pieces = Pieces(data, arena, capacity)
     for _ in range(data.draw(st.integers(1, 40))):
-        if pieces and data.draw(st.booleans()):
-            start, size = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
-            arena.give(start, size)
-            taken[start : start + size] = bytes(size)
-        else:
+        if not pieces.give():
             size = data.draw(st.integers(1, capacity + 1))
-            found = taken.find(bytes(size))
-            start = arena.take(size)
-            assert start == (found if found >= 0 else None)
-            if start is not None:
-                taken[start : start + size] = b"\1" * size
-                pieces.append((start, size))
-        runs = [len(run) for run in bytes(taken).split(b"\1") if run]
+            found = pieces.taken.find(bytes(size))
+            assert pieces.take(size) == (found if found >= 0 else None)
+        runs = [len(run) for run in bytes(pieces.taken).split(b"\1") if run]
         assert [size for _, size in arena.holes] == runs
         assert arena.largest_hole == max(runs, default=0)
 
@@ -99,24 +117,18 @@ def test_first_fit_takes_the_lowest_run_of_free_slots(data: st.DataObject) -> No
 @settings(max_examples=60, deadline=None)
 def test_buddy_serves_whenever_an_aligned_block_is_free_and_joins_all_of_them_again(data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 70))
-    arena, taken, pieces = Buddy(capacity), bytearray(capacity), []
+    arena = Buddy(capacity)
+    pieces = Pieces(data, arena, capacity)
     whole = arena.holes
     assert sum(size for _, size in whole) == capacity
     for _ in range(data.draw(st.integers(1, 40))):
-        if pieces and data.draw(st.booleans()):
-            start, size = pieces.pop(data.draw(st.integers(0, len(pieces) - 1)))
-            arena.give(start, size)
-            taken[start : start + size] = bytes(size)
-        else:
+        if not pieces.give():
             size = 1 << data.draw(st.integers(0, 7))
-            start = arena.take(size)
-            possible = [at for at in range(0, capacity - size + 1, size) if not any(taken[at : at + size])]
+            possible = [at for at in range(0, capacity - size + 1, size) if not any(pieces.taken[at : at + size])]
+            start = pieces.take(size)
             assert start in possible if possible else start is None
-            if start is not None:
-                taken[start : start + size] = b"\1" * size
-                pieces.append((start, size))
-        assert sum(size for _, size in arena.holes) == taken.count(0)
-    for start, size in pieces:
+        assert sum(size for _, size in arena.holes) == pieces.taken.count(0)
+    for start, size in pieces.pieces:
         arena.give(start, size)
     assert arena.holes == whole
 

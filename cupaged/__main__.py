@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,25 @@ from . import __version__, info, simulate
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns 0, or 2 after one line on stderr for input that cannot be used."""
+    """Run one command. Returns 0, or 2 after one line on stderr for input that cannot be used.
+
+    Where nobody reads on, as in `... | head -3`, and where the user interrupts, it ends quietly with the status that a shell expects.
+    """
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or the interpreter flushes into the pipe once more
+        return 128 + 13  # SIGPIPE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 128 + 2  # SIGINT
+
+
+def _run(argv: list[str] | None) -> int:
     generate, serve = _example("generate"), _example("serve")
     parser = argparse.ArgumentParser(
         prog="cupaged", description="Paged KV cache and paged attention for NumPy and CuPy."

@@ -206,3 +206,29 @@ def test_runs_as_a_module_from_any_folder(tmp_path: Path) -> None:
     )
     assert ended.returncode == 2
     assert ended.stderr == f"cupaged: {tmp_path / 'none.gguf'}: no such file\n"
+
+
+def test_a_reader_that_stops_reading_ends_a_command_quietly() -> None:
+    code = "import sys; from cupaged.__main__ import main; input(); sys.exit(main(['info']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+    ) as running:
+        assert running.stdin and running.stdout and running.stderr
+        running.stdout.close()
+        running.stdin.write(b"\n")
+        running.stdin.close()
+        assert running.stderr.read() == b"" and running.wait() == 141
+
+
+def test_an_interrupt_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(as_json: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "print_report", interrupted)
+    assert main(["info"]) == 130 and capsys.readouterr().err == "\n"

@@ -1,5 +1,5 @@
 """What the machine code of the tensor-core kernels must keep: no spills, wide copies, bytes in flight, few instructions, no bank
-conflicts.
+conflicts, fences around what blocks leave for one another.
 
 The figures are those of `bench/machine_code.py`, on machine code that NVRTC makes without a GPU; wavefronts are counted by the
 executor from the addresses that ran.
@@ -7,6 +7,7 @@ executor from the addresses that ran.
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,17 @@ import pytest
 from behaviour import make_case
 from devices import Device
 from simt import build
+from simt.launcher import DEVICES
 
 pytest.importorskip("cupy", reason="compiling needs CuPy and NVRTC: pip install 'cupaged[cuda12x]'")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
-from machine_code import ARCHS, CHIPS, IN_FLIGHT_GOAL, Audit, audit, device, goal
+from machine_code import ARCHS, CHIPS, IN_FLIGHT_GOAL, Audit, audit, basic_blocks, device, disassemble, goal
 
+from cupaged import kernels
+from cupaged.cuda_structs import decode_defines
 from cupaged.kernel_config import attention_kernels
+from cupaged.kernels import Specialisation, compile_cubin
 
 FORMATS = [
     ("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "fp8_e4m3"), ("bfloat16", "fp8_e4m3"), ("float16", "fp8_e5m2"),
@@ -101,6 +106,43 @@ def test_prefill_keeps_everything_in_registers(head_dim: int, most: int, dtype: 
     products = sum(i.opcode.startswith("HMMA") for i in a.path)
     # 16 rows x tile x head_dim twice, in m16n8k16
     assert products == 2 * 16 * a.config.tile * head_dim // (16 * 8 * 16)
+
+
+@pytest.mark.parametrize(("kernel", "arch"), [("decode", 75), ("decode_mma", 80), ("prefill", 90)])
+def test_blocks_see_one_anothers_partial_results(kernel: str, arch: int) -> None:
+    """Fences around the ticket, and no float32 read through the read-only path, which may be stale: the executor sees neither."""
+    info = DEVICES[arch]
+    config = attention_kernels(info, 64, "float16", "float16", 4, 4, 64 if kernel == "prefill" else 4)[-1]
+    assert config.kernel == kernel
+    what = Specialisation.of(
+        kernel, f"{kernel}.cu", decode_defines(config, 16, planned=True, softcap=False, alibi=False)
+    )
+    read_only = set(re.findall(r"ld\.global\.nc\.([\w.]+)", ptx_of(what, arch)))
+    assert read_only == {"u32"} | ({"v4.u32"} if arch < 80 else set()), (
+        "page ids, and pages where copies are not asynchronous"
+    )
+    try:
+        blocks = basic_blocks(disassemble(compile_cubin(what, arch)[0]), kernel)
+    except ModuleNotFoundError as missing:
+        pytest.skip(str(missing))
+    (opcodes,) = [[i.opcode for i in b.instructions] for b in blocks if any("ATOM" in i.opcode for i in b.instructions)]
+    (ticket,) = [i for i, opcode in enumerate(opcodes) if "ATOM" in opcode]
+    fence, forget = opcodes.index("MEMBAR.ALL.GPU"), opcodes.index("CCTL.IVALL")
+    assert fence < ticket < forget
+    assert not any(opcode.startswith(("ST", "RED")) and "STS" not in opcode for opcode in opcodes[fence:ticket])
+    assert not any(opcode.startswith("LD") and "LDS" not in opcode for opcode in opcodes[ticket:forget])
+
+
+def ptx_of(what: Specialisation, arch: int) -> str:
+    """What NVRTC makes of a source before it becomes machine code."""
+    nvrtc = pytest.importorskip("cupy.cuda").nvrtc
+    program = nvrtc.createProgram(kernels.flatten(what.source), what.source, (), ())
+    try:
+        nvrtc.compileProgram(program, (*what.options, f"-arch=compute_{arch}", *kernels._cuda_includes()))
+        text = nvrtc.getPTX(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    return text.decode() if isinstance(text, bytes) else str(text)
 
 
 @pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))

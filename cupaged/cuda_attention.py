@@ -53,6 +53,11 @@ class AttentionKernels(DeviceSide):
         for part in work.parts:
             self._kernel(part.config, 16, planned=True)
 
+    def place(self, plan: Plan, options: PlanOptions) -> None:
+        """Put the work of calls with these options on the device before the first of them: the plan's slots come with it."""
+        with self._ring.lock:
+            self._work(plan, options)
+
     def paged_attention(self, call: Attention) -> None:
         """One launch for each kernel that the sequences need (`kernel_config`).
 

@@ -23,7 +23,7 @@ from .attention import OPTIONS, backend_of, call_on_pages, run_attention, write_
 from .call_form import cannot_change
 from .checks import check_device, check_rows, where
 from .groups import Group, checked
-from .plan import Plan, host_int32
+from .plan import Plan, PlanOptions, host_int32
 from .steps import Step
 
 
@@ -92,6 +92,9 @@ class KVCache:
         self._origin: int | None = None  # the allocator of all steps
         self._begun = 0  # serial of the newest step that began
         self._known: dict[int, _Known] = {}  # by layer
+        self._options: dict[
+            int, PlanOptions
+        ] = {}  # by group, of its last attention on a device: what steps are planned for
         self._step: Step | None = None  # the step that began last, and by group what the CPU backend keeps for it
         self._step_records: list[Any] = []
         self._copied = 0  # serial of the newest step whose copies or swaps ran
@@ -214,7 +217,11 @@ class KVCache:
             if known.write(known.pages, k, v, record.where):
                 return
         pages = self._pages_of(layer)
-        slots: Array = self._plan(step, self._places[layer][0]).write_slots
+        group = self._places[layer][0]
+        plan = self._plan(step, group)
+        if group in self._options and not plan.device:
+            backend_of(self.pool).place(plan, self._options[group])
+        slots: Array = plan.write_slots
         k, v = as_array(k, "k"), as_array(v, "v")
         check_rows(k, "k", "[num_tokens, num_kv_heads, head_dim]")
         check_device(k, "k", pages[0])
@@ -272,6 +279,8 @@ class KVCache:
                 )
             self.write(layer, k, v, step, k_scale=how.get("k_scale", 1.0), v_scale=how.get("v_scale", 1.0))
         run_attention(call)
+        if plan.device:
+            self._options[g] = call.form.options
         if self._backend is not None and call.lse is None and len(q) and cannot_change(*given.values()):
             made = self._backend.RepeatedAttention(call, *pages[:2])
             self._know(layer).repeat_attention(made, given, self._known.values())

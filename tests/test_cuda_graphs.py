@@ -144,6 +144,33 @@ def test_an_update_is_one_copy_and_a_call_with_plan_and_out_allocates_nothing(rn
         assert_close(case, out, lse, tensor_cores=True)
 
 
+def test_a_step_of_a_cache_is_one_copy_to_the_device(rng: np.random.Generator) -> None:
+    """Slots, tables, lengths and work of all layers, though the first write comes before attention says what it will be."""
+    if reason := build.unavailable():
+        pytest.skip(reason)
+    backend = simt_device.backend()
+    with simt_device.in_place_of_a_gpu(backend):
+        cache, alloc = cupaged.KVCache(2, 8, 16, 2, 64, device="cpu"), cupaged.BlockAllocator(8, 16)
+        keys, copies = [], []
+        for number, count in enumerate((20, 1, 1)):
+            step = alloc.grow("a", count) if number else alloc.add_request("a", count)
+            cache.begin(step)
+            before = backend.launcher.num_copies
+            q, k, v = (rng.standard_normal((count, heads, 64)).astype(np.float16) for heads in (6, 2, 2))
+            for layer in range(2):
+                cache.write(layer, k, v, step)
+                out = cache.attend(layer, q, step)
+            copies.append(backend.launcher.num_copies - before)
+            keys.append((k, v))
+            expected, _ = reference.paged_attention(
+                q, *cache.layer(1), step.block_tables, step.seq_lens, query_start_loc=step.query_start_loc
+            )
+            np.testing.assert_allclose(out, expected, atol=4e-3)
+        for found, rows in zip(cache.gather(1, alloc.tables["a"], 22), zip(*keys, strict=True), strict=True):
+            np.testing.assert_array_equal(found, np.concatenate(rows))
+    assert copies == [2, 1, 1], "the first step of all does not know what attention there will be"
+
+
 def test_updates_may_run_ahead_of_the_device(rng: np.random.Generator) -> None:
     """More steps are enqueued than the pinned ring has buffers, before the first of them runs."""
     if reason := build.unavailable():

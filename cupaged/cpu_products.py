@@ -56,13 +56,14 @@ def _rows(b: ir.IRBuilder, places: ir.Value, offset: ir.Value, t: ir.Value, coun
 def _together(kv: int, rows: int) -> int:
     """Rows of K that are read side by side.
 
-    With 32 registers a whole block. With 16 few: as many as give sums enough, and where there is little to multiply for each byte one row
-    after another, which the streams of the hardware follow best.
+    With 32 registers a whole block. With 16 few: as many as give sums enough; where there is less to multiply for each byte, as in
+    float32, one row after another, which the streams of the hardware follow best.
     """
     if WIDTH == 16:
         return tokens_of(rows)
-    several = 1 if kv == F32 else 2
-    return several if rows <= 2 else 2 * several
+    if kv == F32:
+        return 1
+    return 2 if rows <= 2 else 4
 
 
 def tokens_of(rows: int) -> int:

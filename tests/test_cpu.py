@@ -22,7 +22,7 @@ from cupaged.arrays import numpy_dtype
 
 numba = pytest.importorskip("numba", reason="the CPU backend needs numba: pip install 'cupaged[cpu]'")
 
-from cupaged import cpu  # noqa: E402
+from cupaged import cpu, cpu_records  # noqa: E402
 from cupaged.cpu_formats import E4M3, E5M2, F16, F32, store_row, widen_row  # noqa: E402
 from cupaged.cpu_vector import HOST_FEATURES, WIDTH, entry, exp, exp_or_zero, load, store, tanh  # noqa: E402
 from cupaged.cpu_work import FIELDS  # noqa: E402
@@ -42,8 +42,8 @@ def bits(result: tuple[np.ndarray, np.ndarray]) -> tuple[bytes, bytes]:
 
 @pytest.fixture
 def any_size_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_SERIAL_COST", 0)
-    monkeypatch.setattr(cpu, "_SERIAL_ELEMENTS", 0)
+    monkeypatch.setattr(cpu_records, "_SERIAL_COST", 0)
+    monkeypatch.setattr(cpu_records, "_SERIAL_ELEMENTS", 0)
 
 
 def several_chunks(rng: np.random.Generator, **how: object) -> Case:
@@ -98,14 +98,14 @@ def test_no_bit_depends_on_how_many_heads_are_worked_on_together(
         dtype=["float32", "float16", "bfloat16"][group % 3], k_scale=scales, v_scale=scales[::-1].copy(), **how,
     )  # fmt: skip
     out, lse = run(case)
-    heads = {int(cpu._workspace.params[FIELDS.index("heads")])}
+    heads = {int(cpu_records.workspace.params[FIELDS.index("heads")])}
     assert_close(case, out, lse)
     numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))  # with more threads fewer heads are put together
     for n in range(len(case.seq_lens)):
         one = slice(n, n + 1)
         alone = Case(case.q[one], case.k_cache, case.v_cache, case.block_tables[one], case.seq_lens[one], case.options)
         assert bits(run(alone)) == bits((out[one], lse[one]))
-        heads.add(int(cpu._workspace.params[FIELDS.index("heads")]))
+        heads.add(int(cpu_records.workspace.params[FIELDS.index("heads")]))
     if WIDTH < 16 and numba.config.NUMBA_NUM_THREADS > 1:
         assert len(heads) > 1, "always as many heads: nothing was compared"
 
@@ -161,7 +161,7 @@ def test_row_tiles_that_share_a_copy_of_keys_each_see_their_own(
 @pytest.mark.parametrize("block_size", [5, 16, 24, 32])
 @pytest.mark.parametrize("how", [{}, {"window": 50}, {"chunk": 64, "softcap": 5.0}, {"num_splits": 3}])
 def test_bfloat16_prefill_by_the_matrix_unit(rng: np.random.Generator, block_size: int, how: dict[str, object]) -> None:
-    if not cpu.allowed():
+    if not cpu_records.allowed():
         pytest.skip("this processor has no matrix unit for bfloat16, or the system does not allow its use")
     case = make_case(
         rng, seq_lens=[300, 33, 9], query_lens=[70, 33, 4], head_dim=64, group=5, block_size=block_size, dtype="bfloat16", **how
@@ -169,7 +169,7 @@ def test_bfloat16_prefill_by_the_matrix_unit(rng: np.random.Generator, block_siz
     out, lse = run(case)
     assert_close(case, out, lse)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "allowed", lambda: False)
+        patch.setattr(cpu_records, "allowed", lambda: False)
         without_out, without_lse = run(case)
     assert_close(case, without_out, without_lse)
     assert bits((out, lse)) != bits((without_out, without_lse)), "the matrix unit was not used"

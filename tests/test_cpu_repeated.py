@@ -9,7 +9,7 @@ import cupaged
 
 numba = pytest.importorskip("numba", reason="the CPU backend needs numba: pip install 'cupaged[cpu]'")
 
-from cupaged import cpu  # noqa: E402
+from cupaged import cpu, cpu_records  # noqa: E402
 
 
 def decoding(
@@ -59,8 +59,8 @@ def test_attention_that_stores_keys_first_is_a_write_and_an_attention(
     monkeypatch: pytest.MonkeyPatch, how: dict[str, float], sizes: dict[str, str], in_parallel: bool
 ) -> None:
     if in_parallel:
-        monkeypatch.setattr(cpu, "_SERIAL_COST", 0)
-        monkeypatch.setattr(cpu, "_SERIAL_ELEMENTS", 0)
+        monkeypatch.setattr(cpu_records, "_SERIAL_COST", 0)
+        monkeypatch.setattr(cpu_records, "_SERIAL_ELEMENTS", 0)
     scales = {name: x for name, x in how.items() if name.endswith("scale")}
     found = []
     for together in (False, True):
@@ -135,8 +135,8 @@ def test_a_serial_and_a_parallel_call_give_the_same_bits(
     for serial_below, threads in ((1 << 60, 2), (0, 2), (0, 1), (1 << 18, 2)):
         if threads > numba.config.NUMBA_NUM_THREADS:
             continue
-        monkeypatch.setattr(cpu, "_SERIAL_COST", serial_below)
-        monkeypatch.setattr(cpu, "_SERIAL_ELEMENTS", serial_below)
+        monkeypatch.setattr(cpu_records, "_SERIAL_COST", serial_below)
+        monkeypatch.setattr(cpu_records, "_SERIAL_ELEMENTS", serial_below)
         numba.set_num_threads(threads)
         cache, allocator = decoding(np.random.default_rng(0), dtype)
         steps = decode_steps(cache, allocator, 3)

@@ -120,14 +120,18 @@ def swap_blocks(src: Array, dst: Array, pairs: Array) -> None:
 def merge_states(outs: Array, lses: Array, sinks: Array | None, out: Array, lse: Array) -> None:
     """Combine partial results `outs [parts, tokens, heads, head_dim]`, `lses [parts, tokens, heads]` into `out`, `lse`."""
     parts, head_dim = len(outs), outs.shape[-1]
-    flat = np.ascontiguousarray(outs, np.float32).reshape(parts, -1, head_dim)
+    flat = _read_only(outs).reshape(parts, -1, head_dim)
     merged = np.empty(flat.shape[1:], np.float32)
     merged_lse = np.empty(len(merged), np.float32)
-    no_sinks = np.zeros(0, np.float32)
-    _merge(
-        flat, np.ascontiguousarray(lses).reshape(parts, -1), no_sinks if sinks is None else sinks, merged, merged_lse
-    )
+    _merge(flat, _read_only(lses).reshape(parts, -1), _read_only(() if sinks is None else sinks), merged, merged_lse)
     out[...], lse[...] = merged.reshape(out.shape), merged_lse.reshape(lse.shape)
+
+
+def _read_only(x: Any) -> Array:
+    """Contiguous float32 that may not be written, whatever `x` is: compiled code has one form of argument."""
+    view = np.require(x, np.float32, ["C", "A"]).view()
+    view.flags.writeable = False
+    return view
 
 
 @entry

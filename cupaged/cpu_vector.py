@@ -69,6 +69,11 @@ def worker(function: Callable[..., None]) -> Any:
 
 def _cached(decorator: Any, *args: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
+        # Numba names files after functions and numbers the specialisations of one: two processes that compile different ones at the
+        # same time may take the same number, and one's code is then kept, and run, for the other's. So each has a name of its own.
+        held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        constants = [f"{name}{x}" for name, cell in held if isinstance(x := cell.cell_contents, int | float)]
+        function.__qualname__ = "_".join([function.__qualname__, *constants])
         try:
             return decorator(*args, cache=True, **options)(function)
         except RuntimeError:  # no writable place for the cache, as in a frozen or read-only installation

@@ -466,3 +466,19 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     in_python(program, NUMBA_CACHE_DIR=str(tmp_path))
     assert stored
     assert sorted(p.stat().st_mtime_ns for p in tmp_path.rglob("*.nb*")) == stored
+
+
+def test_no_two_specialisations_share_a_file_of_the_cache(tmp_path: Path) -> None:
+    """Numba numbers the entries of one index file, and two processes that add one each at the same time take the same number."""
+    program = """
+        import numpy as np, cupaged
+        for dtype, sinks in ((np.float32, np.zeros(8, np.float32)[::2]), (np.float16, None)):
+            k = np.zeros((2, 4, 8), dtype)
+            cache = np.zeros((1, 4, 4, 8), dtype)
+            cupaged.write_kv(k, k, cache, cache.copy(), np.zeros(2, int))
+            k.flags.writeable = False
+            cupaged.merge_states(k[None], np.zeros((1, 2, 4), np.float32), sinks)
+        """
+    in_python(program, NUMBA_CACHE_DIR=str(tmp_path))
+    indices, codes = ({path.name.split(".py3")[0] for path in tmp_path.rglob(f"*.{kind}")} for kind in ("nbi", "nbc"))
+    assert indices == codes and len(codes) == len(list(tmp_path.rglob("*.nbc"))) > 3

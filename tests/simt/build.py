@@ -99,18 +99,19 @@ def _cache_dir() -> Path:
     folder = Path(os.environ.get("CUPAGED_SIMT_CACHE", HERE.parent.parent / ".cache" / "simt"))
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
-        with suppress(FileNotFoundError):  # another process finished its build, or cleared it away
+        with suppress(OSError):  # another process finished its build, or is clearing it away
             if time.time() - entry.stat().st_mtime > _KEPT_SECONDS:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                gone = entry.rename(entry.with_name(f"{entry.name}.{os.getpid()}.gone"))  # whole, not file by file
+                shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     return folder
 
 
 def _known(entry: Path) -> bool:
     """Whether the cache has it; marks it as used."""
-    if not entry.exists():
-        return False
-    os.utime(entry)
-    return True
+    with suppress(FileNotFoundError):
+        os.utime(entry)
+        return True
+    return False
 
 
 @lru_cache(maxsize=1)
@@ -187,8 +188,9 @@ def _prelude(kind: str) -> Path:
     header, compiled = folder / "simt.h", folder / "simt.h.gch"
     if not (_known(folder) and _known(compiled)):
         folder.mkdir(exist_ok=True)
-        header.write_text(f'#include "{HERE / "simt.h"}"\n', encoding="utf-8")
         made = folder / f"{os.getpid()}.tmp"
+        made.write_text(f'#include "{HERE / "simt.h"}"\n', encoding="utf-8")
+        _publish(made, header)  # another process may be compiling it
         flags = [*_COMMON, *_machine_flags(), *_KERNEL[kind], *_includes()]
         _run(["g++", *flags, "-x", "c++-header", str(header), "-o", str(made)], "precompiling simt.h")
         _publish(made, compiled)

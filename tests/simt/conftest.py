@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +50,7 @@ def run(tmp_path: Path) -> Run:
         text = '#include "ptx.cuh"\n#include "types.cuh"\nextern __shared__ __align__(128) unsigned char smem[];\n'
         text += f'struct Params {{ {_members(options_and_params)} }};\n#line 1 "test.cu"\n{source}'
         # The file name carries the content: flattened sources are cached by name.
-        name = f"test{abs(hash(text))}.cu"
+        name = f"test{hashlib.sha256(text.encode()).hexdigest()[:16]}.cu"
         (tmp_path / name).write_text(text, encoding="utf-8")
         function = launcher.get("test", name, defines or {}, shared_bytes)
         launcher.launch(function, grid, block, _packed(launcher, options_and_params), shared_bytes)

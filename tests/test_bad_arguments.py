@@ -242,7 +242,9 @@ def refused(call: Callable[..., Any], arguments: dict[str, Any], name: str, stat
 
 # Single calls are batches of one, and an error may speak of an element.
 SAID_AS = {
-    **{name: (name, "id", "ids") for name in ("id", "ids", "children", "parents", "restore")},
+    **{name: (name, "id", "ids") for name in ("id", "ids")},
+    **{name: (name, "id") for name in ("children", "restore")},
+    "parents": ("parents", "ids"),
     **{name: (name, "block_tables, seq_lens") for name in ("block_tables", "seq_lens")},
     "length": ("length", "lengths"),
 }

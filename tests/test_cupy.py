@@ -246,6 +246,19 @@ def test_attention_is_captured_with_memory_of_its_own_alone(cupy: Any, rng: np.r
 
 
 @pytest.mark.gpu
+def test_queries_without_a_sequence_are_refused_on_the_device_as_on_the_host(
+    cupy: Any, rng: np.random.Generator
+) -> None:
+    host = Host(rng)
+    q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
+    tables, lens, starts = np.empty((0, 5), np.int32), np.empty(0, np.int32), np.zeros(1, np.int32)
+    with pytest.raises(ValueError, match="block_tables: expected a row for each sequence"):
+        cupaged.paged_attention(q, k, v, *map(cupy.asarray, (tables, lens)), query_start_loc=cupy.asarray(starts))
+    with pytest.raises(ValueError, match="q: expected 0 rows"):
+        cupaged.paged_attention(q, k, v, tables, lens, query_start_loc=starts)
+
+
+@pytest.mark.gpu
 def test_default_streams_of_threads_are_different_streams(cupy: Any) -> None:
     """All have the handle 2; calls on them run side by side, so each needs partial results of its own."""
     backend, both = current_backend(), Barrier(2)

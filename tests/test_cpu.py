@@ -145,7 +145,7 @@ def test_every_kernel_merges_its_chunks(rng: np.random.Generator, kv_dtype: str,
     ids=str,
 )
 def test_row_tiles_that_share_a_copy_of_keys_each_see_their_own(
-    rng: np.random.Generator, dtype: str, how: dict[str, object]
+    rng: np.random.Generator, all_threads: None, dtype: str, how: dict[str, object]
 ) -> None:
     # the last tile of rows is not full; the first rows of the second sequence see nothing
     case = make_case(
@@ -153,9 +153,11 @@ def test_row_tiles_that_share_a_copy_of_keys_each_see_their_own(
         alibi_slopes=np.linspace(-0.1, 0.3, 24, dtype=np.float32) if how.get("window") else None, **how,
     )  # fmt: skip
     out, lse = run(case)
-    items, tiles = int(cpu._workspace.params[FIELDS.index("num_items")]), 8 * (-(-600 // 64) + -(-570 // 64))
+    items, tiles = int(cpu_records.workspace.params[FIELDS.index("num_items")]), 8 * (-(-600 // 64) + -(-570 // 64))
     assert items < (how.get("num_splits") or 1) * tiles, "no tiles were put together: nothing was shared"
     assert_close(case, out, lse)
+    numba.set_num_threads(1)
+    assert bits(run(case)) == bits((out, lse))
 
 
 @pytest.mark.parametrize("block_size", [5, 16, 24, 32])

@@ -17,6 +17,9 @@ from .free_queues import Blocks
 _NONE = -1
 _ZERO, _NO_BLOCK, _NO_CHILD = np.array(0), np.array(0, np.int32), np.array(_NONE, np.int32)
 _ROOT = np.iinfo(np.int32).max  # `previous` of the first child of a root
+_COMING = np.array(
+    np.iinfo(np.int32).min, np.int32
+)  # `previous` of a block that has its identity and is not in its list yet
 
 
 class Siblings:
@@ -36,9 +39,13 @@ class Siblings:
 
     def add(self, blocks: Ints, parents: Ints) -> None:
         """Put `blocks[i]` in front of the children of block `parents[i]`, or of the root `parent[blocks[i]]` where that is -1."""
+        self._previous[blocks] = (
+            _COMING  # a void link to one of them would be taken for a true one, now that the numbers agree
+        )
         child = self._child.take(parents)
         linked = (child > _NO_CHILD) & (self._serial.take(child) > _ZERO)
         linked &= self._parent.take(child) == self._serial.take(parents)
+        linked &= self._previous.take(child) != _COMING
         only = (parents >= _ZERO) & ~linked
         if np.count_nonzero(self._pool.last_of_each(parents)) < len(parents):
             only &= self._pool.occurrences(parents) == 1
@@ -59,6 +66,7 @@ class Siblings:
         self._add_first(int(blocks[0]), parent)
 
     def _add_first(self, block: int, parent: int) -> None:
+        self._previous[block] = _COMING
         first = self._first(parent, int(self._parent[block]))
         self._next[block], self._previous[block] = first, ~parent if parent >= 0 else _ROOT
         if first >= 0:
@@ -100,7 +108,7 @@ class Siblings:
             return self._roots.get(root, _NONE)
         child = int(self._child[parent])
         alive = child >= 0 and self._serial[child] > 0 and self._parent[child] == self._serial[parent]
-        return child if alive else _NONE
+        return child if alive and self._previous[child] != _COMING else _NONE
 
     def newest(self, parent: int, root: int, most: int) -> list[int]:
         """Up to `most` children of block `parent`, or of `root` where that is -1."""
@@ -130,10 +138,13 @@ class Siblings:
                 f"blocks without identity are in lists: {(others & (self._next != _NONE)).nonzero()[0]}"
             )
         canonical = {int(self._serial[b]): int(b) for b in entries}
-        listed = {int(b): set(self.newest(int(b), 0, len(entries))) for b in entries}
+        listed = {int(b): self.newest(int(b), 0, len(entries) + 1) for b in entries}
+        for block, children in listed.items():
+            if len(set(children)) < len(children) or (self._parent[children] != self._serial[block]).any():
+                raise AssertionError(f"block {block} has the children {children}, of {self._parent[children]}")
         for block in entries.tolist():
             parent = int(self._parent[block])
-            siblings = listed[canonical[parent]] if parent in canonical else set(self.newest(-1, parent, len(entries)))
+            siblings = listed[canonical[parent]] if parent in canonical else self.newest(-1, parent, len(entries))
             if (parent in canonical or parent in self._roots) and block not in siblings:
                 raise AssertionError(f"block {block} is not among the children {siblings} of its parent")
 

@@ -101,6 +101,7 @@ def long_walk(seed: int, calls: Sequence[int], wholly: int) -> int:
     try:
         return walk(seed, calls, wholly)
     except FAULTS:
+        print(f"a call of walk({seed}, {calls}) fails; now with fewer calls", flush=True)
         shortest = shrink(seed, calls)
         print(f"walk({seed}, {shortest}) fails", flush=True)
         walk(seed, shortest)

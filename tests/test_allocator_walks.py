@@ -102,26 +102,26 @@ def long_walk(seed: int, calls: Sequence[int], wholly: int) -> int:
         return walk(seed, calls, wholly)
     except FAULTS:
         print(f"a call of walk({seed}, {calls}) fails; now with fewer calls", flush=True)
-        shortest = shrink(seed, calls)
-        print(f"walk({seed}, {shortest}) fails", flush=True)
-        walk(seed, shortest)
+        shortest = shrink(seed, calls, wholly)
+        print(f"walk({seed}, {shortest}, {wholly}) fails", flush=True)
+        walk(seed, shortest, wholly)
         raise
 
 
-def shrink(seed: int, calls: Sequence[int]) -> list[int]:
+def shrink(seed: int, calls: Sequence[int], wholly: int) -> list[int]:
     """The calls of a failing walk without those that it fails without: first pieces of half of them are left out, single ones last."""
     shortest, piece = list(calls), len(calls)
     while piece := piece // 2:
         for begin in range((len(shortest) - 1) // piece * piece, -1, -piece):
             shorter = shortest[:begin] + shortest[begin + piece :]
-            if fails(seed, shorter):
+            if fails(seed, shorter, wholly):
                 shortest = shorter
     return shortest
 
 
-def fails(seed: int, calls: Sequence[int]) -> bool:
+def fails(seed: int, calls: Sequence[int], wholly: int) -> bool:
     try:
-        walk(seed, calls)
+        walk(seed, calls, wholly)
     except FAULTS:
         return True
     return False

@@ -1,7 +1,8 @@
 """Continuous batching: under any schedule of arrivals, budgets and preemptions a request finds what it finds alone.
 
 Logits of a batch and of a sequence alone differ by rounding, about 1e-6 here, which decides between tokens only in a near tie. So the
-requests are drawn until there are enough whose result stays the same when a thousand times as much noise is added to the logits.
+requests are drawn until there are enough whose result stays the same when a thousand times as much noise is added to the logits, and
+the opposite noise: one of the two turns a near tie.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ def result(decoder: Samples | Beams) -> Any:
 class Shaken:
     """A model whose logits tremble."""
 
-    def __init__(self, model: Llama, seed: int) -> None:
+    def __init__(self, model: Llama, seed: int, noise: float) -> None:
         self.model, self.config, self.xp = model, model.config, model.xp
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.noise = np.random.default_rng(seed), noise
 
     def forward(self, *args: Any) -> np.ndarray:
         logits = self.model.forward(*args)
-        return logits + self.rng.uniform(-NOISE, NOISE, logits.shape).astype(np.float32)
+        return logits + (self.noise * self.rng.uniform(-1, 1, logits.shape)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def requests(tiny: Llama) -> list[Request]:
             prompt, width, int(rng.integers(8, 25)), kind == 2, 2.0 * (kind == 1), int(rng.integers(1 << 32))
         )
         found = request.alone(tiny)
-        if all(request.alone(Shaken(tiny, seed)) == found for seed in range(3)):
+        if all(request.alone(Shaken(tiny, seed, noise)) == found for seed in range(2) for noise in (NOISE, -NOISE)):
             steady.append(Request(*list(vars(request).values())[:-1], found))
     return steady
 
@@ -174,7 +175,11 @@ def test_preempted_jobs_find_the_same(
     tiny: Llama, requests: list[Request], host_blocks: int, prefix_caching: bool
 ) -> None:
     swapped = recomputed = 0
-    for more in (2, 8):
+    for number, more in enumerate((2, 8, 0, 1, 3, 4, 5, 6)):
+        if number > 1 and (
+            swapped if host_blocks else recomputed
+        ):  # by chance they may have had room beside each other
+            break
         num_blocks = pool_for(requests, 4, 0.0, more)
         scheduler = Scheduler(Engine(tiny, num_blocks, 4, prefix_caching=prefix_caching, host_blocks=host_blocks))
         jobs = serve(scheduler, [(0, r) for r in requests])

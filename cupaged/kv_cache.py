@@ -19,12 +19,15 @@ import numpy as np
 
 from .arguments import choice, integer, number
 from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
-from .attention import OPTIONS, backend_of, call_on_pages, run_attention, write_pages
+from .attention import OPTIONS, call_on_pages, run_attention, write_pages
+from .backends import backend_of
 from .call_form import cannot_change
 from .checks import check_device, check_rows, where
 from .groups import Group, checked
 from .plan import Plan, PlanOptions, host_int32
 from .steps import Step
+
+_MOST_LAYERS = 2**16  # a number of blocks in the place of that of layers would fill all memory with names of layers
 
 
 class KVCache:
@@ -58,8 +61,8 @@ class KVCache:
         groups: Iterable[Group] | None = None,
     ) -> None:
         # ints from now on: products of a NumPy integer's own width overflow
-        self.num_layers = num_layers = integer(num_layers, "num_layers", 1)
-        self.num_blocks = integer(num_blocks, "num_blocks", 1)
+        self.num_layers = num_layers = integer(num_layers, "num_layers", 1, _MOST_LAYERS)
+        self.num_blocks = integer(num_blocks, "num_blocks", 1, 2**31 - 1)
         self.block_size = integer(block_size, "block_size", 1)
         self.num_kv_heads = integer(num_kv_heads, "num_kv_heads", 1)
         self.head_dim = integer(head_dim, "head_dim", 1)
@@ -72,7 +75,7 @@ class KVCache:
         choice(device, "device", ("cpu", "cuda", "auto"))
         if not isinstance(dtype, str):
             raise TypeError(f"dtype: expected the name of a dtype, such as 'float16', got {dtype!r}")
-        self.host_blocks = integer(host_blocks, "host_blocks", 0)
+        self.host_blocks = integer(host_blocks, "host_blocks", 0, 2**31 - 1)
         self.groups = [Group(range(num_layers))] if groups is None else checked(groups)
         self._own_groups = groups is not None
         named = sorted(layer for group in self.groups for layer in group.layers)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupaged
-from cupaged import attention
+from cupaged import attention, backends
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Device:
 
 
 def reference() -> Device:
-    return Device("reference", attention._Reference)
+    return Device("reference", backends.Reference)
 
 
 def cpu() -> Device:

@@ -209,7 +209,7 @@ def test_swaps_past_the_host_memory_are_refused() -> None:
     cache.begin(alloc.add_request("A", 9))
     with pytest.raises(ValueError, match="its swaps use host block 2, the cache has 2; give both the same host_blocks"):
         cache.begin(alloc.evict(["A"]))
-    with pytest.raises(ValueError, match="host_blocks: expected an integer of at least 0, got -1"):
+    with pytest.raises(ValueError, match="host_blocks: expected an integer from 0 to 2147483647, got -1"):
         small_cache(host_blocks=-1)
 
 
@@ -318,7 +318,9 @@ def test_a_step_of_another_geometry_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "num_layers: expected an integer of at least 1, got 0"),
+        ({"num_layers": 0}, "num_layers: expected an integer from 1 to 65536, got 0"),
+        ({"num_layers": 1 << 20}, "num_layers: expected an integer from 1 to 65536, got 1048576"),
+        ({"num_blocks": 1 << 31}, "num_blocks: expected an integer from 1 to 2147483647, got 2147483648"),
         ({"head_dim": 12}, "head_dim: expected a multiple of 8 from 8 to 256, got 12"),
         ({"layout": "classic"}, "layout: expected one of HND, NHD, got 'classic'"),
         ({"order": "block"}, "order: expected one of page, layer, got 'block'"),

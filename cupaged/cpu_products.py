@@ -57,12 +57,12 @@ def _together(kv: int, rows: int) -> int:
     """Rows of K that are read side by side.
 
     With 32 registers a whole block. With 16 few: as many as give sums enough; where there is less to multiply for each byte, as in
-    float32, one row after another, which the streams of the hardware follow best.
+    float32, one row after another if that gives enough, which the streams of the hardware follow best.
     """
     if WIDTH == 16:
         return tokens_of(rows)
     if kv == F32:
-        return 1
+        return 2 if rows == 3 else 1
     return 2 if rows <= 2 else 4
 
 

@@ -128,9 +128,16 @@ class BlockPool:
 
         `tables [m]` says how many of the blocks belong to one table, and then to the next; None: all to one. Blocks with an identity
         enter their queue table by table, later blocks of a table before earlier ones.
-        Raises ValueError, with nothing changed, for an id outside the pool and for more releases than references.
+        Raises ValueError, with nothing changed, for an id outside the pool, for more releases than references and where `tables`
+        do not say of every block whose it is.
         """
         ids = self._ids(blocks)
+        if tables is not None and (
+            np.add.reduce(tables) != len(ids) or (len(tables) and _lowest(np.asarray(tables)) < 0)
+        ):
+            raise ValueError(
+                f"tables: expected counts whose sum is {len(ids)}, the number of blocks, got {list(tables)}"
+            )
         if not len(ids):
             return
         once = not self.sharing  # then no block can stand in `ids` twice

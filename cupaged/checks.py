@@ -185,9 +185,9 @@ def device_metadata(
 ) -> tuple[Array, Array, Array]:
     """Metadata that live on the device are not copied back: shapes, dtypes and where they lie are all that can be checked."""
     check_device(block_tables, "block_tables", like)
-    if not len(block_tables) and len(like):
+    if block_tables.ndim != 2 or (not len(block_tables) and len(like)):
         raise ValueError(
-            f"block_tables: expected a row for each sequence, got shape {block_tables.shape} beside {len(like)} queries"
+            f"block_tables: expected a row of block ids for each sequence, got shape {block_tables.shape} beside {len(like)} queries"
         )
     if query_start_loc is None:
         query_start_loc = _positions(len(block_tables) + 1, like.device.id)

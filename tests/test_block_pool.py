@@ -68,6 +68,8 @@ def test_random_histories_equal_lists(num_blocks: int, data: st.DataObject) -> N
         (lambda p: p.release([0, 1, 0]), ValueError, "block 0 is released more often than the 1 times it is held"),
         (lambda p: p.release([0.0]), TypeError, "blocks: expected integers"),
         (lambda p: p.release([[0]]), ValueError, "blocks: expected one dimension"),
+        (lambda p: p.release([0, 1], np.array([1, 2])), ValueError, "tables: expected counts whose sum is 2"),
+        (lambda p: p.release([0, 1], np.array([3, -1])), ValueError, "tables: expected counts whose sum is 2"),
     ],
 )
 def test_a_wrong_call_says_why_and_changes_nothing(call: Any, error: type[Exception], message: str) -> None:

@@ -252,8 +252,10 @@ def test_queries_without_a_sequence_are_refused_on_the_device_as_on_the_host(
     host = Host(rng)
     q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
     tables, lens, starts = np.empty((0, 5), np.int32), np.empty(0, np.int32), np.zeros(1, np.int32)
-    with pytest.raises(ValueError, match="block_tables: expected a row for each sequence"):
+    with pytest.raises(ValueError, match="block_tables: expected a row of block ids"):
         cupaged.paged_attention(q, k, v, *map(cupy.asarray, (tables, lens)), query_start_loc=cupy.asarray(starts))
+    with pytest.raises(ValueError, match="block_tables: expected a row of block ids"):
+        cupaged.paged_attention(q, k, v, cupy.zeros((), np.int32), cupy.asarray(lens))
     with pytest.raises(ValueError, match="q: expected 0 rows"):
         cupaged.paged_attention(q, k, v, tables, lens, query_start_loc=starts)
 

@@ -43,3 +43,20 @@ def test_entries_are_found_until_they_are_removed(num_hashes: int, few: int, mon
             if random.random() < 0.05:
                 index.clear()
                 entries.clear()
+
+
+def test_entries_beyond_a_full_bucket_are_found(rng: np.random.Generator) -> None:
+    index = HashIndex(np.zeros(60, np.uint64))
+    drawn = rng.integers(0, 2**63, 20_000, np.uint64)
+    buckets, tags = index.homes(drawn)
+    home = drawn[buckets == 3]
+    home = home[np.unique(tags[buckets == 3], return_index=True)[1]][
+        :20
+    ]  # all of one bucket, whose tags say which they are
+    index.hashes[:20] = home
+    blocks = np.arange(20)
+    index.insert(blocks, index.homes(home))
+    assert index.find(index.homes(home)).tolist() == blocks.tolist()
+    for block in range(20):
+        assert index.find_one(index.homes(home[block : block + 1])) == block
+        assert index.find(index.homes(home[block : block + 1])).tolist() == [block]

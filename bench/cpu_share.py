@@ -1,13 +1,14 @@
 """Attention's share of a decode step of the demo's model on the CPU, at contexts of 1024 and 4096 tokens. `python bench/cpu_share.py`
 
-The prompt is any tokens: a step takes as long whatever they say. Attention includes the write of the new keys and values. Needs what
-`make demo` installs.
+With keys and values in float32, as in the demo, and in float16. The prompt is any tokens: a step takes as long whatever they say.
+Attention includes the write of the new keys and values. Needs what `make demo` installs.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -24,8 +25,8 @@ STEPS = 20
 
 def main() -> None:
     model, _ = load(find_model(), np)
-    for context in (1024, 4096):
-        engine = Engine(model, context // 16 + 4)
+    for context, kv_dtype in product((1024, 4096), ("float32", "float16")):
+        engine = Engine(model, context // 16 + 4, kv_dtype=kv_dtype)
         tokens = np.random.default_rng(0).integers(0, 1000, context - STEPS).tolist()
         engine.prefill("A", tokens)
         spent = [0.0]
@@ -46,7 +47,9 @@ def main() -> None:
             engine.decode(["A"], [0])
             shares.append((spent[0], engine.usage.decode_times[-1]))
         attention, step = (median(x) for x in zip(*shares, strict=True))
-        print(f"context {context}: attention {attention * 1e3:.2f} ms of {step * 1e3:.2f} ms, {attention / step:.1%}")
+        print(
+            f"context {context}, {kv_dtype}: attention {attention * 1e3:.2f} ms of {step * 1e3:.2f} ms, {attention / step:.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -35,8 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size", type=at_least_one, default=16, metavar="N", help="token slots of a block (default 16)"
     )
     parser.add_argument("--num-blocks", type=at_least_one, metavar="N", help="blocks in the pool (default: enough)")
+    add_kv_dtype(parser)
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto", help="where to run (default auto)")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="a Llama in GGUF (default: the model package)")
+
+
+def add_kv_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-dtype", choices=("float32", "float16"), default="float32",
+        help="of keys and values in the cache: float16 is half the bytes (default float32)",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -57,7 +65,7 @@ def run(args: argparse.Namespace, out: TextIO) -> None:
     enough = blocks_to_be_safe(len(prompt), max_tokens, args.beam or args.n, args.block_size)
     num_blocks = args.num_blocks or enough
     try:
-        engine = Engine(model, num_blocks, args.block_size)
+        engine = Engine(model, num_blocks, args.block_size, kv_dtype=args.kv_dtype)
         if args.beam:
             print_beams(engine, tokenizer, prompt, args.beam, max_tokens, out)
         else:

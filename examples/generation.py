@@ -46,6 +46,7 @@ class Engine:
     prefix_caching: bool = False
     watermark: float = 0.0
     host_blocks: int = 0  # blocks of host memory for requests that are evicted
+    kv_dtype: str = "float32"  # of keys and values in the cache: "float16" is half the bytes, and rounds
     usage: Usage = field(default_factory=Usage)
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ class Engine:
         device = "cpu" if self.model.xp is np else "cuda"
         sizes = (c.num_layers, self.num_blocks, self.block_size, c.num_kv_heads, c.head_dim)
         try:
-            self.cache = KVCache(*sizes, dtype="float32", device=device, host_blocks=self.host_blocks)
+            self.cache = KVCache(*sizes, dtype=self.kv_dtype, device=device, host_blocks=self.host_blocks)
         except ValueError as error:
             raise InputError(f"the cache cannot hold this model's keys and values: {error}") from None
 
@@ -96,7 +97,8 @@ class Engine:
         self.cache.begin(step)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            return self.cache.attend(layer, q, step, k=k, v=v)
+            stored_q, stored_k, stored_v = (x.astype(self.kv_dtype, copy=False) for x in (q, k, v))
+            return self.cache.attend(layer, stored_q, step, k=stored_k, v=stored_v).astype(q.dtype, copy=False)
 
         rows = (step.query_start_loc[1:] - 1)[wanted]
         logits = self.model.forward(np.asarray(tokens), positions(step), attend, rows)

@@ -17,7 +17,7 @@ from typing import TextIO
 
 import numpy as np
 from decoding import Beams, Samples
-from generate import array_module, at_least_one, not_negative
+from generate import add_kv_dtype, array_module, at_least_one, not_negative
 from generation import Engine, check_prompt, search
 from gguf_file import InputError, find_model
 from llama import load
@@ -84,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt as a whole")
     parser.add_argument("--stream", action="store_true", help="print every piece of text as it comes")
+    add_kv_dtype(parser)
     parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto", help="where to run (default auto)")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="a Llama in GGUF (default: the model package)")
 
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace, out: TextIO) -> None:
     model, tokenizer = load(args.model or find_model(), array_module(args.device))
     from tqdm import tqdm  # comes with what loads models
 
-    for _ in search(Engine(model, 3), [1] * 17, Samples(2, 2, ())):
+    for _ in search(Engine(model, 3, kv_dtype=args.kv_dtype), [1] * 17, Samples(2, 2, ())):
         pass  # kernels are compiled, or read from the disk, before the clock runs
     clients = make_clients(tokenizer, model.config.context_length, args)
     engine = Engine(
@@ -113,6 +114,7 @@ def run(args: argparse.Namespace, out: TextIO) -> None:
         prefix_caching=not args.no_prefix_cache,
         watermark=args.watermark,
         host_blocks=args.host_blocks,
+        kv_dtype=args.kv_dtype,
     )
     scheduler = Scheduler(engine, args.token_budget, args.max_sequences)
     start = time.perf_counter()

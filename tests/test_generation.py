@@ -83,6 +83,23 @@ def test_real_model_batch_of_different_lengths_equals_dense() -> None:
     np.testing.assert_allclose(paged, dense, rtol=0, atol=1e-4)
 
 
+def test_float16_keys_and_values_cost_what_rounding_them_costs() -> None:
+    model, tokenizer = tiny_llama.real_model()
+    prompt = tokenizer.encode_prompt("Why is the sky blue?")
+    tokens = np.array(prompt + prompt)
+    at = np.arange(len(tokens))
+    exact, rounded = (
+        model.forward(tokens, at, cache(model.config).attend)
+        for cache in (tiny_llama.DenseCache, tiny_llama.RoundedCache)
+    )
+    engine = Engine(model, 8, 16, kv_dtype="float16")
+    step = engine.alloc.add_request("A", len(tokens))
+    logits = engine.run(step, tokens.tolist())
+    assert engine.cache.pool.dtype == np.float16
+    error = np.abs(rounded[-1] - exact[-1]).max()
+    assert 0 < np.abs(logits[0] - exact[-1]).max() <= 3 * error
+
+
 def test_real_model_answers_as_llama_cpp_does_on_the_paged_cache() -> None:
     """llama.cpp on the same weights in float32 gives these tokens, and then eos."""
     model, tokenizer = tiny_llama.real_model()

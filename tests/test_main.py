@@ -43,6 +43,13 @@ def test_greedy_text_is_streamed_and_repeatable(tiny: str, capsys: pytest.Captur
     assert texts[0] == texts[1] and texts[0].endswith("\n") and len(texts[0]) > 1
 
 
+def test_text_comes_from_a_cache_of_float16_too(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for search in ([], ["--beam", "2"]):
+        how = ["--max-tokens", "6", "--kv-dtype", "float16", *search]
+        assert main(["generate", "hello world", "--model", tiny, *how]) == 0
+        assert len(capsys.readouterr().out) > 1
+
+
 def test_n_prints_that_many_continuations_and_the_seed_repeats_them(
     tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +145,7 @@ def test_a_gpu_without_cublas_runs_no_model(
 @pytest.mark.parametrize(
     "options",
     [["--beam", "0"], ["--n", "-1"], ["--max-tokens", "x"], ["--temperature", "-1"], ["--beam", "2", "--n", "2"], ["--block-size", "0"],
-     ["--temperature", "warm"], ["--n", "1.5"]],
+     ["--kv-dtype", "int8"], ["--temperature", "warm"], ["--n", "1.5"]],
     ids=" ".join,
 )  # fmt: skip
 def test_bad_options_end_with_code_2(tiny: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
@@ -146,7 +153,7 @@ def test_bad_options_end_with_code_2(tiny: str, capsys: pytest.CaptureFixture[st
         main(["generate", "hello", "--model", tiny, *options])
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and options[0] in error
-    assert len(options) > 2 or ("expected a " in error and f"got {options[1]}" in error)
+    assert len(options) > 2 or "choose from" in error or ("expected a " in error and f"got {options[1]}" in error)
 
 
 def test_info_names_versions_system_backends_and_what_is_missing(

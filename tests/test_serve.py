@@ -47,6 +47,10 @@ def test_every_request_is_answered_the_same_from_a_pool_that_runs_out(
     )  # type: ignore[index]
 
 
+def test_every_request_is_answered_from_a_cache_of_float16(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(answers(serve(capsys, tiny, *SMALL, "--kv-dtype", "float16"))) == list(range(7))
+
+
 def test_figures_are_within_their_limits_and_the_percentiles_rise(
     tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -141,6 +141,14 @@ def dense_logits(model: Any, tokens: list[int]) -> np.ndarray:
     return model.forward(np.array(tokens), np.arange(len(tokens)), DenseCache(model.config).attend)
 
 
+class RoundedCache(DenseCache):
+    """The same with queries, keys, values and attention rounded to float16."""
+
+    def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        q, k, v = (x.astype(np.float16).astype(np.float32) for x in (q, k, v))
+        return super().attend(layer, q, k, v).astype(np.float16).astype(np.float32)
+
+
 def _byte_level() -> tuple[list[str], list[int], list[float]]:
     chars = sorted(_byte_chars().values())
     merged = [merge.replace(" ", "") for merge in MERGES]

@@ -1,6 +1,6 @@
 """Attention's share of a decode step of the demo's model on the CPU, at contexts of 1024 and 4096 tokens. `python bench/cpu_share.py`
 
-With keys and values in float32, as in the demo, and in float16. The prompt is any tokens: a step takes as long whatever they say.
+With keys and values in float16, as in the demo, and in float32. The prompt is any tokens: a step takes as long whatever they say.
 Attention includes the write of the new keys and values. Needs what `make demo` installs.
 """
 
@@ -25,7 +25,7 @@ STEPS = 20
 
 def main() -> None:
     model, _ = load(find_model(), np)
-    for context, kv_dtype in product((1024, 4096), ("float32", "float16")):
+    for context, kv_dtype in product((1024, 4096), ("float16", "float32")):
         engine = Engine(model, context // 16 + 4, kv_dtype=kv_dtype)
         tokens = np.random.default_rng(0).integers(0, 1000, context - STEPS).tolist()
         engine.prefill("A", tokens)

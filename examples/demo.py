@@ -33,6 +33,7 @@ PROMPTS = (
 WIDTH = 4
 MAX_TOKENS = 64
 BLOCK_SIZE = 16
+KV_DTYPE = "float16"  # the model computes in float32; its keys and values are kept in half the bytes
 
 
 def main() -> int:
@@ -49,7 +50,9 @@ def main() -> int:
     print(f"kernels ready after {time.perf_counter() - start:.1f} s, compiled or read from the disk\n")
 
     def engine(sequences: int) -> Engine:
-        return Engine(model, blocks_to_be_safe(len(prompt), MAX_TOKENS, sequences, BLOCK_SIZE), BLOCK_SIZE)
+        return Engine(
+            model, blocks_to_be_safe(len(prompt), MAX_TOKENS, sequences, BLOCK_SIZE), BLOCK_SIZE, kv_dtype=KV_DTYPE
+        )
 
     print(f"prompt: {PROMPT}\n\ngreedy:")
     one = engine(1)
@@ -77,7 +80,7 @@ def main() -> int:
 
 def warm_up(model: Llama) -> None:
     """Compile what decoding needs before it is timed: one token, and a batch, over more than one block."""
-    engine = Engine(model, 3 * len(PROMPTS), BLOCK_SIZE)
+    engine = Engine(model, 3 * len(PROMPTS), BLOCK_SIZE, kv_dtype=KV_DTYPE)
     for request in range(len(PROMPTS)):
         engine.prefill(request, [1] * (BLOCK_SIZE + 1))
     for n in (1, len(PROMPTS)):
@@ -87,7 +90,8 @@ def warm_up(model: Llama) -> None:
 def answer_batch(model: Llama, tokenizer: Tokenizer) -> Engine:
     """Decode all prompts as one batch, past their ends too, so that the batch stays whole; print the answers' first line."""
     prompts = [tokenizer.encode_prompt(prompt) for prompt in PROMPTS]
-    engine = Engine(model, sum(blocks_to_be_safe(len(p), MAX_TOKENS, 1, BLOCK_SIZE) for p in prompts), BLOCK_SIZE)
+    num_blocks = sum(blocks_to_be_safe(len(p), MAX_TOKENS, 1, BLOCK_SIZE) for p in prompts)
+    engine = Engine(model, num_blocks, BLOCK_SIZE, kv_dtype=KV_DTYPE)
     requests = list(range(len(prompts)))
     logits = np.stack([engine.prefill(request, prompt) for request, prompt in zip(requests, prompts, strict=True)])
     answers: list[list[int]] = [[] for _ in prompts]

@@ -95,9 +95,8 @@ class KVCache:
         self._origin: int | None = None  # the allocator of all steps
         self._begun = 0  # serial of the newest step that began
         self._known: dict[int, _Known] = {}  # by layer
-        self._options: dict[
-            int, PlanOptions
-        ] = {}  # by group, of its last attention on a device: what steps are planned for
+        # By group, of its last attention on a device: what steps are planned for.
+        self._options: dict[int, PlanOptions] = {}
         self._step: Step | None = None  # the step that began last, and by group what the CPU backend keeps for it
         self._step_records: list[Any] = []
         self._copied = 0  # serial of the newest step whose copies or swaps ran

@@ -86,6 +86,9 @@ def median_us(work: Callable[[], Any], calls: int) -> float:
 
 
 def schedules() -> list[Row]:
+    # As in any program that has read a model: from the first large array that it frees on, the C library keeps freed memory. Before,
+    # it gives that of 4096 sequences back to the system at every call and takes it again page by page, three times as long in all.
+    np.ones(1 << 24, np.uint8)
     rng = np.random.default_rng(1)
     rows = []
     for batch in (1, 64, 256, 1024, 4096):

@@ -188,7 +188,7 @@ def prefill_kernel(kv: int, shift: int) -> Any:
             begin, end = n, 0
             for tile in range(tiles):
                 row = begin_row + lanes * tile
-                begin_rows(p, mine, tile, lanes, row, rows, first, m, n, h)
+                begin_rows(p, mine, tile, lanes, row, rows, m, n, h)
                 begin = min(begin, peek_int(mine + SEEN + 16 * tile))
                 end = max(end, peek_int(mine + SEEN + 16 * tile + 4))
                 by_tiles = by_tiles and pack_rows(p, mine + QUERIES + row_tile * tile, lanes, row, rows, first, h)

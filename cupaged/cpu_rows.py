@@ -63,9 +63,7 @@ ROWS = KEY_TILE  # rows [WIDTH, head_dim], before the first tile of keys and aft
 
 
 @compiled
-def begin_rows(
-    p: Any, mine: int, number: int, lanes: int, begin: int, rows: int, first: int, m: int, n: int, h: int
-) -> None:
+def begin_rows(p: Any, mine: int, number: int, lanes: int, begin: int, rows: int, m: int, n: int, h: int) -> None:
     """Bounds, slopes and an empty state in each lane of a row tile; a lane without a row sees nothing."""
     seen_first, seen_end, all_first, all_end = n, 0, 0, n
     for lane in range(lanes):

@@ -17,9 +17,7 @@ from .free_queues import Blocks
 _NONE = -1
 _ZERO, _NO_BLOCK, _NO_CHILD = np.array(0), np.array(0, np.int32), np.array(_NONE, np.int32)
 _ROOT = np.iinfo(np.int32).max  # `previous` of the first child of a root
-_COMING = np.array(
-    np.iinfo(np.int32).min, np.int32
-)  # `previous` of a block that has its identity and is not in its list yet
+_COMING = np.array(np.iinfo(np.int32).min, np.int32)  # `previous` of a block with an identity that is in no list yet
 
 
 class Siblings:
@@ -39,9 +37,7 @@ class Siblings:
 
     def add(self, blocks: Ints, parents: Ints) -> None:
         """Put `blocks[i]` in front of the children of block `parents[i]`, or of the root `parent[blocks[i]]` where that is -1."""
-        self._previous[blocks] = (
-            _COMING  # a void link to one of them would be taken for a true one, now that the numbers agree
-        )
+        self._previous[blocks] = _COMING  # now that the numbers agree, a void link to one of them would look true
         child = self._child.take(parents)
         linked = (child > _NO_CHILD) & (self._serial.take(child) > _ZERO)
         linked &= self._parent.take(child) == self._serial.take(parents)

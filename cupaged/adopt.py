@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_pool import BlockPool, Ints
+from .array_types import Ints
+from .block_pool import BlockPool
 from .companions import Companions
 from .prefix_cache import PrefixCache
 from .rows import Rows

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import Tokens, counts_of, flag, integer, integers, listed, new_requests, new_tokens, number
-from .block_pool import BlockPool, Ints
+from .arguments import counts_of, flag, integer, integers, listed, new_requests, new_tokens, number
+from .array_types import Ints, Tokens
+from .block_pool import BlockPool
 from .commit import commit
 from .companions import Companions
 from .errors import OutOfBlocks

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Tokens = npt.NDArray[np.int32]
+from .array_types import Ints, Tokens
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _INT32_MOST = 2**31 - 1

@@ -6,9 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from .arguments import Tokens
-from .block_pool import Ints
-from .hash_index import Hashes
+from .array_types import Hashes, Ints, Tokens
 
 _SHIFT, _HALF, _UNIT = np.array(29, np.uint64), np.array(32, np.uint64), np.array(1, np.uint64)
 _ROOT = np.array(0xD6E8FEB86659FD93, np.uint64)

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .arguments import integer, integers
+from .array_types import Blocks, Flags, Ints
 from .errors import OutOfBlocks, require
-from .free_queues import Blocks, FreeQueue, LruQueue
-
-Ints = npt.NDArray[np.int64]
+from .free_queues import FreeQueue, LruQueue
 
 _NONE: Ints = np.zeros(0, np.int64)
 _ZERO = np.array(0, np.int32)
@@ -177,11 +176,11 @@ class BlockPool:
         if self._cached:
             self._queue.push(self._cached.pop(self._cached.count))
 
-    def last_of_each(self, ids: Ints | Blocks) -> npt.NDArray[np.bool_]:
+    def last_of_each(self, ids: Ints | Blocks) -> Flags:
         """For each element of `ids [n]` whether it is the last one with its value, `[n] bool`."""
         order = np.arange(len(ids), dtype=np.int32)
         self._stamp[ids] = order
-        result: npt.NDArray[np.bool_] = self._stamp.take(ids) == order
+        result: Flags = self._stamp.take(ids) == order
         return result
 
     def occurrences(self, ids: Ints, of: Ints | Blocks | None = None) -> npt.NDArray[np.int32]:
@@ -229,7 +228,7 @@ class BlockPool:
         return ids
 
     @staticmethod
-    def _first(ids: Ints, bad: npt.NDArray[np.bool_]) -> int:
+    def _first(ids: Ints, bad: Flags) -> int:
         return int(ids[np.argmax(bad[ids])])
 
 

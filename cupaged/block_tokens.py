@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arguments import Tokens
-from .block_pool import BlockPool, Ints
-from .free_queues import Blocks
+from .array_types import Blocks, Ints, Tokens
+from .block_pool import BlockPool
 
 _ONE = np.array(1)
 

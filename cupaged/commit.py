@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .adopt import adopt, adopt_chain, identify_in_tables
-from .arguments import Tokens, split_tokens
-from .block_pool import BlockPool, Ints
+from .arguments import split_tokens
+from .array_types import Ints, Tokens
+from .block_pool import BlockPool
 from .companions import Companions
 from .prefix_cache import PrefixCache
 from .rows import Rows

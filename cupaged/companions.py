@@ -8,10 +8,8 @@ the group. So it stands for the same tokens after the same prefix, whatever has 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from .arguments import Tokens
-from .block_pool import Ints
+from .array_types import Flags, Ints, Tokens
 from .groups import Group
 from .prefix_cache import PrefixCache
 
@@ -37,7 +35,7 @@ class Companions:
         """Parents of the group's identities beside anchor blocks `anchors [n]`; negative, where numbers of identities are above 0."""
         return -(self._cache.serial.take(anchors) * len(self._groups) + group)
 
-    def serve(self, anchors: Ints, tokens: Tokens, gone: npt.NDArray[np.bool_] | None = None) -> tuple[list[Ints], int]:
+    def serve(self, anchors: Ints, tokens: Tokens, gone: Flags | None = None) -> tuple[list[Ints], int]:
         """Of a prompt's `tokens`, whose first blocks the anchor has as `anchors [m]`, the longest prefix that every group can serve.
 
         A group serves a prefix when it has all blocks that the next token sees. Returns these blocks of each group and the columns

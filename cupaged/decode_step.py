@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_pool import BlockPool, Ints
+from .array_types import Blocks, Int32s, Ints
+from .block_pool import BlockPool
 from .errors import OutOfBlocks
-from .free_queues import Blocks
 from .rows import MAX_TOKENS, Rows
-from .steps import Int32s, Step
+from .steps import Step
 
 _ZERO, _ONE = np.array(0), np.array(1)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Blocks = npt.NDArray[np.int32]  # block ids
+from .array_types import Blocks
 
 
 class FreeQueue:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arguments import integer, is_iterable
-from .block_pool import Ints
+from .array_types import Ints
 
 
 @dataclass(frozen=True)

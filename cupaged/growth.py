@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .block_pool import BlockPool, Ints
+from .array_types import Blocks, Ints
+from .block_pool import BlockPool
 from .decode_step import DecodeStep
 from .errors import OutOfBlocks
-from .free_queues import Blocks
 from .leaving import Leaving, find_leaving
 from .prefix_cache import PrefixCache
 from .prompts import Attachment

@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .free_queues import Blocks
-
-Hashes = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
+from .array_types import Blocks, Flags, Hashes, Ints
 
 Homes = tuple[Ints, npt.NDArray[np.uint32]]
 
@@ -52,7 +49,7 @@ class HashIndex:
         self._place = np.full(len(hashes), -1, np.int32)  # of each block in the table, -1: none
         self.count = 0
 
-    def holds(self, blocks: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    def holds(self, blocks: npt.NDArray[Any]) -> Flags:
         """Which of `blocks [n]` are entries."""
         return self._place.take(blocks) >= 0
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import BlockPool, Ints
+from .array_types import Ints
+from .block_pool import BlockPool
 from .rows import Rows
 from .tables import BlockTables
 

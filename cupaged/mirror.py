@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .arguments import integer
-from .block_pool import Ints
+from .array_types import Ints
 from .steps import Delta
 from .tables import ranges
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from .adopt import adopt
 from .arguments import flag
-from .block_pool import BlockPool, Ints
+from .array_types import Blocks, Flags, Ints
+from .block_pool import BlockPool
 from .companions import Companions
 from .errors import OutOfBlocks, require
-from .free_queues import Blocks
 from .growth import Growth
 from .leaving import cut, laid_by_row
 from .prefix_cache import PrefixCache
@@ -39,9 +39,7 @@ class Return:
     sizes: Ints  # [n, groups] mapped columns of each table
     lengths: Ints  # [n] tokens of each request
     cached: Ints  # [m] block of the prefix cache that has the same content, -1: none
-    fresh: npt.NDArray[
-        np.bool_
-    ]  # [m] whether a block must be taken for this entry; it serves all entries of the host block
+    fresh: Flags  # [m] whether a block must be taken for this entry; it serves all entries of the host block
     first: Ints  # [n] columns from `first[i]` to `stop[i]` had identities that the cache may lack
     stop: Ints  # [n]
 
@@ -140,7 +138,7 @@ class Preemption:
         plan = self._plan(rows, rehearsal.gone)
         rehearsal.take(int(np.count_nonzero(plan.fresh)), plan.cached[plan.cached >= 0])
 
-    def _plan(self, rows: Ints, gone: npt.NDArray[np.bool_] | None = None) -> Return:
+    def _plan(self, rows: Ints, gone: Flags | None = None) -> Return:
         tables = [self._host_tables[row] for row in rows.tolist()]
         host = np.concatenate(tables) if tables else np.zeros(0, np.int32)
         lengths = np.array([self._lengths[row] for row in rows.tolist()], np.int64)
@@ -156,9 +154,7 @@ class Preemption:
         fresh = self.pool.last_of_each(host[::-1])[::-1] & (cached < 0)
         return Return(host, begins, sizes, lengths, cached, fresh, first, stop)
 
-    def _find(
-        self, row: int, tables: list[Blocks], begins: Ints, place: Ints, gone: npt.NDArray[np.bool_] | None
-    ) -> tuple[int, int]:
+    def _find(self, row: int, tables: list[Blocks], begins: Ints, place: Ints, gone: Flags | None) -> tuple[int, int]:
         """Look for the content of a row's host blocks in the cache, and note in `place` what has it.
 
         Returns the columns from the first to before the second of which had identities and may need new ones.
@@ -234,9 +230,7 @@ class Preemption:
 
     # ---- swaps on another stream ----
 
-    def _hold(
-        self, step: Step, pool: BlockPool, sources: Blocks | Ints, first: npt.NDArray[np.bool_], sizes: Ints
-    ) -> None:
+    def _hold(self, step: Step, pool: BlockPool, sources: Blocks | Ints, first: Flags, sizes: Ints) -> None:
         """Keep `sources`, which stand where `first` says in the tables laid end to end, until `release` of this step."""
         pool.acquire(sources)
         owners = np.repeat(np.arange(len(sizes)), sizes)[first]

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
-from .arguments import Tokens
+from .array_types import Blocks, Flags, Hashes, Ints, Tokens
 from .block_hashes import block_hashes, root_hash
-from .block_pool import BlockPool, Ints
+from .block_pool import BlockPool
 from .block_tokens import BlockTokens
-from .free_queues import Blocks
-from .hash_index import Hashes, HashIndex, Homes
+from .hash_index import HashIndex, Homes
 from .roots import Roots
 from .siblings import Siblings, common_lengths
 
@@ -77,9 +75,7 @@ class PrefixCache:
 
     # ---- finding ----
 
-    def match(
-        self, root: int, tokens: Tokens, most: int, gone: npt.NDArray[np.bool_] | None = None
-    ) -> tuple[Ints, int, int]:
+    def match(self, root: int, tokens: Tokens, most: int, gone: Flags | None = None) -> tuple[Ints, int, int]:
         """The longest cached prefix of `tokens [n]`, of at most `most` of them.
 
         Returns the blocks `[m]` that are equal as a whole, and the block which goes on equal for some tokens: its id (-1: none) and
@@ -108,7 +104,7 @@ class PrefixCache:
         best = int(common.argmax())
         return blocks, children[best] if common[best] else -1, int(common[best])
 
-    def _remaining(self, blocks: Ints, gone: npt.NDArray[np.bool_]) -> Ints:
+    def _remaining(self, blocks: Ints, gone: Flags) -> Ints:
         """For each canonical block the one that would be canonical without those that are gone, -1: none."""
         blocks = blocks.copy()
         for i in (gone.take(blocks) & (blocks >= 0)).nonzero()[0].tolist():
@@ -166,7 +162,7 @@ class PrefixCache:
                 return block
         return -1
 
-    def find(self, parents: Ints, columns: Ints, words: Tokens, gone: npt.NDArray[np.bool_] | None = None) -> Ints:
+    def find(self, parents: Ints, columns: Ints, words: Tokens, gone: Flags | None = None) -> Ints:
         """The canonical blocks `[n]` whose identities are (`parents[i]`, `words[i]`), in `columns[i]`; -1 where there is none.
 
         Blocks that are `gone [num_blocks]` are taken to have lost their identities.
@@ -419,7 +415,7 @@ def _after(first: Ints, values: Ints) -> Ints:
     return result
 
 
-def _leading(flags: npt.NDArray[np.bool_]) -> int:
+def _leading(flags: Flags) -> int:
     """How many are true before the first that is not."""
     if not len(flags):
         return 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arguments import Tokens
-from .block_pool import BlockPool, Ints
+from .array_types import Ints, Tokens
+from .block_pool import BlockPool
 from .companions import Companions
 from .errors import OutOfBlocks
 from .prefix_cache import PrefixCache

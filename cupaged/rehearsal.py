@@ -7,9 +7,9 @@ that a prompt finds are no longer free. A rehearsal keeps these changes to itsel
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from .block_pool import BlockPool, Ints
+from .array_types import Flags, Ints
+from .block_pool import BlockPool
 
 
 class Rehearsal:
@@ -24,7 +24,7 @@ class Rehearsal:
     def __init__(self, pool: BlockPool) -> None:
         self.num_free = pool.num_free
         self.ref_count = pool.ref_count.copy()
-        self.gone: npt.NDArray[np.bool_] = np.zeros(pool.num_blocks, np.bool_)
+        self.gone: Flags = np.zeros(pool.num_blocks, np.bool_)
         self._plain = pool.num_free - pool.num_cached
         self._cached = pool.free()[self._plain :]  # least recently used first; those that left stand there too
 
@@ -39,7 +39,7 @@ class Rehearsal:
             waiting = (self.ref_count.take(self._cached) == 0) & ~self.gone.take(self._cached)
             self.gone[self._cached[waiting][: count - plain]] = True
 
-    def drop(self, blocks: Ints, tables: Ints, named: npt.NDArray[np.bool_]) -> None:
+    def drop(self, blocks: Ints, tables: Ints, named: Flags) -> None:
         """As `BlockPool.release`, of blocks that have an identity where `named [n]` says so (empty: none has)."""
         begin = 0
         for size in tables.tolist():

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arguments import integers, listed
-from .block_pool import Ints
+from .array_types import Ints
 from .groups import Group
 from .tables import BlockTables, extended
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
+from .array_types import Flags, Int32s, Ints
 
 _LEVELS = 8  # how often groups are split into groups that share more: a bound on time, not on what is right
 _WIDEST = 256  # columns that are compared at once
@@ -129,7 +127,7 @@ def _common(level: _Level, tables: Int32s, below: Ints, known: Ints) -> Ints:
 def _best(levels: list[_Level]) -> SharedPrefix:
     """Of groups within groups, those that save most."""
     worth: Ints = np.zeros(0, np.int64)  # of the level below, at best
-    whole: list[npt.NDArray[np.bool_]] = []  # whether a group is worth more than its parts
+    whole: list[Flags] = []  # whether a group is worth more than its parts
     for level, parts in zip(reversed(levels), [None, *reversed(levels)], strict=False):
         own = (level.sizes - 1) * level.common
         inner = np.zeros(len(own), np.int64)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .block_pool import BlockPool, Ints
+from .array_types import Ints
+from .block_pool import BlockPool
 from .leaving import laid_by_row
 from .rows import Rows
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import BlockPool, Ints
-from .free_queues import Blocks
+from .array_types import Blocks, Ints
+from .block_pool import BlockPool
 
 _NONE = -1
 _ZERO, _NO_BLOCK, _NO_CHILD = np.array(0), np.array(0, np.int32), np.array(_NONE, np.int32)

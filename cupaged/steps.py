@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .block_pool import Ints
-from .free_queues import Blocks
+from .array_types import Blocks, Int32s, Ints
 from .groups import Group
 from .shared_prefix import NOTHING, SharedPrefix, find_shared_prefix
 from .tables import UNCHANGED, BlockTables, ranges
-
-Int32s = npt.NDArray[np.int32]
 
 NO_PAIRS: Blocks = np.zeros((0, 2), np.int32)
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .block_pool import Ints
-from .free_queues import Blocks
+from .array_types import Blocks, Ints
 from .groups import Group
 
 UNCHANGED = np.iinfo(np.int32).max

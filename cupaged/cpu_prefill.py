@@ -226,7 +226,8 @@ def prefill_kernel(kv: int, shift: int) -> Any:
                         tile_scores(vectors, queries, mine + PLACES, -(-visible // GROUP), weights, D)
                     else:
                         keys_by_queries(vectors, mine + KEY_TILE, queries, weights, visible, D)
-                    edge = holes or peek_int(seen + 8) > j or peek_int(seen + 12) < j + visible
+                    # a chunk that begins inside a vector may end inside one too, before keys that every row sees
+                    edge = holes or peek_int(seen + 8) > j or min(end, peek_int(seen + 12)) < j + visible
                     for v in range(vectors):
                         at = 4 * WIDTH * v
                         _softmax(p, weights + at, state + at, lanes, mine + POSITIONS, visible, factor, edge)

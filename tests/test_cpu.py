@@ -118,12 +118,13 @@ def test_a_block_that_is_not_mapped_counts_for_no_head(
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 40])
 def test_every_kernel_merges_its_chunks(rng: np.random.Generator, kv_dtype: str, rows: int) -> None:
-    # one to four rows, two tiles of them, then one and several vectors of rows; 513 = two chunks and one key
+    # one to four rows, two tiles of them, then one and several vectors of rows; 513 = two chunks and one key; of 499 tokens
+    # every row sees those from 250 on, so that the first chunk, up to 256, has six keys: not a whole vector of them
     fp8 = kv_dtype.startswith("fp8")
-    for seq_lens in ([513], [300, 64, 1025]):
+    for seq_lens, chunk in (([513], None), ([499], 250), ([300, 64, 1025], None)):
         case = make_case(
             rng, seq_lens=seq_lens, query_lens=[rows] * len(seq_lens), num_kv_heads=2, group=1, head_dim=24, block_size=16,
-            dtype="float16" if fp8 else kv_dtype, kv_dtype=kv_dtype if fp8 else None, num_splits=2,
+            dtype="float16" if fp8 else kv_dtype, kv_dtype=kv_dtype if fp8 else None, num_splits=2, chunk=chunk,
         )  # fmt: skip
         assert_close(case, *run(case))
 

@@ -35,7 +35,8 @@ from cupaged.arrays import numpy_dtype
 from cupaged.cpu import address, run
 from cupaged.cpu_vector import WIDTH, add, as_pointer, fetch_add, load, poke_float, splat, total, worker
 from cupaged.cpu_work import SOURCE
-from cupaged.plan import check_metadata
+from cupaged.metadata import host_metadata
+from cupaged.plan import Plan
 
 # run as a script or as part of the package
 results = import_module(".results", __package__) if __package__ else import_module("results")
@@ -114,7 +115,8 @@ class Ours:
         self.starts = np.arange(c["batch"] + 1, dtype=np.int32) * c["rows"]
         self.q = rng.standard_normal((c["batch"] * c["rows"], c["num_heads"], c["head_dim"]), np.float32).astype(dtype)
         self.out = np.empty_like(self.q)
-        self.plan = check_metadata(self.tables, self.lens, self.starts, block_size=c["block_size"], num_blocks=shape[0])
+        limits = {"block_size": c["block_size"], "num_blocks": shape[0]}
+        self.plan = Plan(*host_metadata(self.tables, self.lens, self.starts, **limits), **limits)
 
     def attend(self) -> None:
         cupaged.paged_attention(self.q, self.k_cache, self.v_cache, None, None, plan=self.plan, out=self.out)

@@ -23,7 +23,8 @@ from bench.results import Row, save, table
 from cupaged import attention, cuda
 from cupaged.arrays import Array
 from cupaged.launcher import DeviceInfo
-from cupaged.plan import Plan, check_metadata
+from cupaged.metadata import host_metadata
+from cupaged.plan import Plan
 from cupaged.schedule import make_schedule
 from cupaged.shared_prefix import find_shared_prefix
 
@@ -146,7 +147,7 @@ def calls() -> list[Row]:
             f"call without, mean of the {layers} layers of a step": (median_us(step, 4) / layers, GOAL_PLAIN_US),
             "call without, new metadata": (median_us(first_layer, 20), None),
             "of it: check of metadata": (
-                median_us(lambda: check_metadata(tables, lens, starts, block_size=block_size, num_blocks=blocks), 50),
+                median_us(lambda: host_metadata(tables, lens, starts, block_size=block_size, num_blocks=blocks), 50),
                 None,
             ),
             "of it: search for shared prefixes": (

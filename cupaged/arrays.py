@@ -1,4 +1,4 @@
-"""What the package takes for an array: dtype names, page layouts, foreign arrays, and the records that backends receive.
+"""What the package takes for an array: dtype names, page layouts, where arrays lie, foreign arrays, and the records that backends receive.
 
 `attention.py` checks a call and fills one of the records below; a backend (`reference`, `cpu`, `cuda`) reads it and never checks again.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,6 +94,38 @@ def is_cupy(x: object) -> bool:
     """Whether `x` is a CuPy array; never imports CuPy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def array_module(x: Array) -> Any:
+    """The array module of `x`."""
+    if is_cupy(x):
+        import cupy
+
+        return cupy
+    return np
+
+
+def device_of(x: Array) -> AbstractContextManager[Any]:
+    """Makes the device of `x` current: arrays need not lie on the one that is, and what is made of them must lie beside them."""
+    return x.device if is_cupy(x) else nullcontext()
+
+
+def empty_beside(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """An uninitialised array on the device of `like`, whatever device is current."""
+    if not is_cupy(like):
+        return np.empty(shape, dtype)
+    with device_of(like):
+        return array_module(like).empty(shape, dtype)
+
+
+def at_rest(a: Array, device: int) -> Array:
+    """`a` on a device, there for every stream. Copied on a stream of its own, so that a capture of the current one does not hold it."""
+    import cupy
+
+    with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
+        there = cupy.asarray(a)
+        stream.synchronize()
+    return there
 
 
 def as_array(x: Any, name: str) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .arguments import flag
-from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, is_cupy, pages_view
+from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, empty_beside, is_cupy, pages_view
 from .backends import backend_of as backend_of  # tests and `classic` find it here
 from .call_form import Form, RepeatedCall, call_form, cannot_change, check_results
 from .checks import (
@@ -18,14 +18,12 @@ from .checks import (
     check_caches,
     check_device,
     check_rows,
-    check_slots,
-    device_metadata,
     dtype_name,
-    empty_beside,
     per_head,
     scales,
     stacked,
 )  # fmt: skip
+from .metadata import check_given, check_slots, device_metadata
 from .plan import Plan
 from .recent_plan import last_call, recent_plan
 
@@ -186,8 +184,7 @@ def _unplanned(
     q: Array, form: Form, block_tables: Any, seq_lens: Any, query_start_loc: Any
 ) -> tuple[tuple[Array, Array, Array], Plan | None]:
     """Metadata of a call without a plan, checked, and the plan where they are on the host."""
-    if block_tables is None or seq_lens is None:
-        raise TypeError("block_tables, seq_lens: expected int32 arrays when no plan is given, got None")
+    check_given(block_tables, seq_lens)
     plan = None
     if is_cupy(block_tables):
         metadata = device_metadata(block_tables, seq_lens, query_start_loc, q)

@@ -5,15 +5,13 @@ A message names the argument, what was expected and what came, and where it is n
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .arguments import choice, finite, host_array, is_real
-from .arrays import DTYPES, FP8_DTYPES, LAYOUTS, Array, as_array, is_cupy, pages_view
-from .plan import check_metadata
+from .arrays import DTYPES, FP8_DTYPES, LAYOUTS, Array, array_module, as_array, at_rest, device_of, is_cupy, pages_view
 
 
 def dtype_name(x: Array) -> str:
@@ -154,89 +152,6 @@ def check_device(x: Array, name: str, like: Array) -> None:
         )
 
 
-def metadata_arrays(
-    block_tables: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
-    block_size: int,
-    num_blocks: int,
-    window: int | None,
-    chunk: int | None,
-    like: Array,
-) -> tuple[Array, Array, Array]:
-    if block_tables is None or seq_lens is None:
-        raise TypeError("block_tables, seq_lens: expected int32 arrays when no plan is given, got None")
-    if is_cupy(block_tables):
-        return device_metadata(block_tables, seq_lens, query_start_loc, like)
-    checked = check_metadata(
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        window=window,
-        chunk=chunk,
-    )
-    return checked.block_tables, checked.seq_lens, checked.query_start_loc
-
-
-def device_metadata(
-    block_tables: Array, seq_lens: Array, query_start_loc: Array | None, like: Array
-) -> tuple[Array, Array, Array]:
-    """Metadata that live on the device are not copied back: shapes, dtypes and where they lie are all that can be checked."""
-    check_device(block_tables, "block_tables", like)
-    if block_tables.ndim != 2 or (not len(block_tables) and len(like)):
-        raise ValueError(
-            f"block_tables: expected a row of block ids for each sequence, got shape {block_tables.shape} beside {len(like)} queries"
-        )
-    if query_start_loc is None:
-        query_start_loc = _positions(len(block_tables) + 1, like.device.id)
-    wanted = (
-        ("block_tables", block_tables, 2, len(block_tables)),
-        ("seq_lens", seq_lens, 1, len(block_tables)),
-        ("query_start_loc", query_start_loc, 1, len(block_tables) + 1),
-    )
-    for name, x, ndim, length in wanted:
-        if not is_cupy(x):
-            raise TypeError(
-                f"{name}: expected a CuPy array as block_tables is, got {type(x).__name__}; pass all metadata on one side"
-            )
-        check_device(x, name, like)
-        if x.dtype != np.int32 or x.ndim != ndim or len(x) != length or not x.flags.c_contiguous:
-            raise ValueError(
-                f"{name}: expected a contiguous int32 array of {length} rows and {ndim} dimensions, got {x.dtype} {x.shape}"
-            )
-    return block_tables, seq_lens, query_start_loc
-
-
-def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array) -> Array:
-    slots = slot_mapping
-    if not is_cupy(slots) and not isinstance(slots, np.ndarray):
-        slots = host_array(slots, "slot_mapping")
-    if is_cupy(slots):
-        check_device(slots, "slot_mapping", like)
-    if slots.ndim != 1 or len(slots) > num_tokens:
-        raise ValueError(
-            f"slot_mapping: expected one dimension of at most {num_tokens} entries, a row of k each, got {slots.shape}"
-        )
-    if slots.dtype not in (np.int64, np.int32):
-        if not (slots.size == 0 or slots.dtype.kind in "iu"):
-            raise TypeError(f"slot_mapping: expected int64 or int32, got {slots.dtype}")
-        with where(slots):
-            _not_captured(slots, "slot_mapping", "int64 or int32", slots)
-            slots = slots.astype(np.int64)
-    if not is_cupy(slots) and slots.size and slots.max() >= num_slots:
-        row = int(np.argmax(slots >= num_slots))
-        raise ValueError(
-            f"slot_mapping: row {row} expected a slot below num_blocks * block_size = {num_slots}, got {slots[row]}"
-        )
-    if slots.flags.c_contiguous:
-        return slots
-    with where(slots):
-        _not_captured(slots, "slot_mapping", "a contiguous array", slots)
-        return array_module(slots).ascontiguousarray(slots)
-
-
 def per_head(x: Any, name: str, num_heads: int, like: Array) -> Array | None:
     if x is None:
         return None
@@ -259,8 +174,8 @@ def scales(x: Any, name: str, num_kv_heads: int, like: Array) -> Array:
         raise ValueError(f"{name}: expected finite values above 0, got {a}")
     if a.flags.c_contiguous:
         return a
-    with where(a):
-        _not_captured(x, name, f"an array of [num_kv_heads] = ({num_kv_heads},)", a)
+    with device_of(a):
+        not_captured(x, name, f"an array of [num_kv_heads] = ({num_kv_heads},)", a)
         return array_module(a).ascontiguousarray(a)
 
 
@@ -271,28 +186,7 @@ def _filled(value: float, n: int, device: int | None) -> Array:
         a = np.full(n, value, np.float32)
         a.flags.writeable = False
         return a
-    return _at_rest(np.full(n, value, np.float32), device)
-
-
-@lru_cache(maxsize=64)
-def _positions(n: int, device: int) -> Array:
-    """0, 1, ... n - 1, made once."""
-    return _at_rest(np.arange(n, dtype=np.int32), device)
-
-
-def _at_rest(a: Array, device: int) -> Array:
-    """`a` on a device, there for every stream. Copied on a stream of its own, so that a capture of the current one does not hold it."""
-    import cupy
-
-    with cupy.cuda.Device(device), cupy.cuda.Stream(non_blocking=True) as stream:
-        there = cupy.asarray(a)
-        stream.synchronize()
-    return there
-
-
-def where(x: Array) -> AbstractContextManager[Any]:
-    """Makes the device of `x` current: arrays need not lie on the one that is, and what is made of them must lie beside them."""
-    return x.device if is_cupy(x) else nullcontext()
+    return at_rest(np.full(n, value, np.float32), device)
 
 
 def _beside(x: Any, name: str, like: Array) -> Array:
@@ -308,13 +202,13 @@ def _beside(x: Any, name: str, like: Array) -> Array:
             return x
         import cupy
 
-        with where(like):
-            _not_captured(x, name, "a contiguous CuPy array of float32", like)
+        with device_of(like):
+            not_captured(x, name, "a contiguous CuPy array of float32", like)
             return cupy.ascontiguousarray(cupy.asarray(x, np.float32))
     return np.ascontiguousarray(np.asarray(x, np.float32))
 
 
-def _not_captured(x: Any, name: str, expected: str, like: Array) -> None:
+def not_captured(x: Any, name: str, expected: str, like: Array) -> None:
     """Raise RuntimeError while a stream of the device of `like` is captured: what is made of `x` is gone when the graph is replayed."""
     if not is_cupy(like):
         return
@@ -326,14 +220,6 @@ def _not_captured(x: Any, name: str, expected: str, like: Array) -> None:
             f"{name}: expected {expected} while a CUDA graph is captured, got {type(x).__name__} {getattr(x, 'dtype', '')} "
             f"{getattr(x, 'shape', '')}; each replay would copy between memory that is another's by then"
         )
-
-
-def empty_beside(like: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    """An uninitialised array on the device of `like`, whatever device is current."""
-    if not is_cupy(like):
-        return np.empty(shape, dtype)
-    with where(like):
-        return array_module(like).empty(shape, dtype)
 
 
 def check_apart(x: Array, name: str, other: Array, other_name: str) -> None:
@@ -367,14 +253,5 @@ def stacked(x: Any, name: str) -> Array:
     parts = [as_array(part, name) for part in x]
     if not parts:
         raise ValueError(f"{name}: expected at least one part, got none")
-    with where(parts[0]):
+    with device_of(parts[0]):
         return array_module(parts[0]).stack(parts)
-
-
-def array_module(x: Array) -> Any:
-    """The array module of `x`."""
-    if is_cupy(x):
-        import cupy
-
-        return cupy
-    return np

@@ -14,8 +14,9 @@ import numpy as np
 
 from . import attention, reference
 from .arguments import choice, finite, integer
-from .arrays import DTYPES, FP8_DTYPES, Array, as_array
-from .checks import check_apart, check_caches, check_result, check_rows, metadata_arrays, per_head, scales
+from .arrays import DTYPES, FP8_DTYPES, Array, as_array, is_cupy
+from .checks import check_apart, check_caches, check_result, check_rows, per_head, scales
+from .metadata import check_given, device_metadata, host_metadata
 
 _MOST = 2**31 - 1
 PARTITION_SIZE = 512  # tokens of one partition of v2; CLASSIC_PARTITION of cuda_structs.py
@@ -175,7 +176,11 @@ def _run(
         raise ValueError(
             f"query: expected head_dim from 8 to 256 and num_heads a multiple of num_kv_heads = {num_kv_heads}, got {query.shape}"
         )
-    tables, lens, _ = metadata_arrays(block_tables, seq_lens, None, block_size, len(k_pages), None, None, query)
+    check_given(block_tables, seq_lens)
+    if is_cupy(block_tables):
+        tables, lens, _ = device_metadata(block_tables, seq_lens, None, query)
+    else:
+        tables, lens, _ = host_metadata(block_tables, seq_lens, None, block_size=block_size, num_blocks=len(k_pages))
     if len(lens) != num_seqs:
         raise ValueError(f"query: expected {len(lens)} rows, one per row of block_tables, got {num_seqs}")
     if isinstance(lens, np.ndarray) and max_seq_len < lens.max(initial=0):

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from .arguments import choice, integer, number
-from .arrays import FP8_DTYPES, Array, as_array, numpy_dtype, pages_view
+from .arrays import FP8_DTYPES, Array, as_array, device_of, numpy_dtype, pages_view
 from .attention import OPTIONS, call_on_pages, run_attention, write_pages
 from .backends import backend_of
 from .call_form import cannot_change
-from .checks import check_device, check_rows, where
+from .checks import check_device, check_rows
 from .groups import Group, checked
-from .plan import Plan, PlanOptions, host_int32
+from .metadata import host_int32
+from .plan import Plan, PlanOptions
 from .steps import Step
 
 _MOST_LAYERS = 2**16  # a number of blocks in the place of that of layers would fill all memory with names of layers
@@ -360,7 +361,7 @@ class KVCache:
             )
         k, v = self.layer(layer)
         here = slice(start - first * self.block_size, seq_len - first * self.block_size)
-        with where(k):
+        with device_of(k):
             return self._contiguous(k[table], here), self._contiguous(v[table], here)
 
     def _contiguous(self, blocks: Array, here: slice) -> Array:

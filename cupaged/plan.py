@@ -1,8 +1,8 @@
-"""Planning: every check that reads metadata values, and the work of one step, once for all layers.
+"""Planning: one step's metadata, checked, and its work on a device, once for all layers.
 
-A `Plan` holds one step's metadata on the host, checked. The CUDA backend keeps beside it what the step needs on a device: the
-metadata and the schedule of thread blocks (`decode_work`), made for the `PlanOptions` of a call. With `Bounds` a plan is a graph
-plan: its device buffers and grid are fixed, so that a captured graph stays right for every later step within the bounds.
+A `Plan` holds the metadata on the host. The CUDA backend keeps beside it what the step needs on a device: the metadata and the schedule
+of thread blocks (`decode_work`), made for the `PlanOptions` of a call. With `Bounds` a plan is a graph plan: its device buffers and
+grid are fixed, so that a captured graph stays right for every later step within the bounds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from .arguments import choice, count, flag, host_array
 from .arrays import DTYPES, FP8_DTYPES, Array
+from .metadata import host_metadata
 from .shared_prefix import SharedPrefix, find_shared_prefix
 
 if TYPE_CHECKING:
@@ -192,14 +193,14 @@ def plan(
     )
     count(block_size, "block_size")
     choice(device, "device", (None, "cpu", "cuda"))
-    tokens = check_metadata(
+    tables, lens, starts = host_metadata(
         block_tables, seq_lens, query_start_loc, block_size=block_size, num_blocks=2**31 - 1, window=window, chunk=chunk
     )
-    used = np.arange(tokens.block_tables.shape[1]) < -(-tokens.seq_lens // block_size)[:, None]
+    used = np.arange(tables.shape[1]) < -(-lens // block_size)[:, None]
     result = Plan(
-        tokens.block_tables, tokens.seq_lens, tokens.query_start_loc, block_size,
-        int(tokens.block_tables.max(initial=-1, where=used)) + 1,
-        None if slot_mapping is None else _slots(slot_mapping, tokens.num_tokens),
+        tables, lens, starts, block_size,
+        int(tables.max(initial=-1, where=used)) + 1,
+        None if slot_mapping is None else _slots(slot_mapping, int(starts[-1])),
         options, _bounds(max_seqs, max_tokens, max_blocks),
     )  # fmt: skip
     if result.bounds is not None:
@@ -278,83 +279,3 @@ def _slots(slot_mapping: object, num_tokens: int) -> Array:
     if slots.dtype.kind not in "iu" or slots.shape != (num_tokens,):
         raise ValueError(f"slot_mapping: expected integers of shape ({num_tokens},), got {slots.dtype} {slots.shape}")
     return np.ascontiguousarray(slots, np.int64)
-
-
-def host_int32(x: object, name: str, ndim: int) -> Array:
-    """Host metadata as a contiguous int32 array; other integer types are converted when every value fits."""
-    a = host_array(x, name)
-    if a.dtype.kind not in "iu" and a.size:  # an empty list has no dtype of its own
-        raise TypeError(f"{name}: expected an int32 array, got dtype {a.dtype}; pass integers")
-    if a.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimension{'s' * (ndim > 1)}, got shape {a.shape}")
-    if a.dtype != np.int32 and a.size and (a.min() < -(2**31) or a.max() >= 2**31):
-        raise ValueError(f"{name}: expected values that fit int32, got {a.min()} to {a.max()}")
-    return np.ascontiguousarray(a, np.int32)
-
-
-def check_metadata(
-    block_tables: object,
-    seq_lens: object,
-    query_start_loc: object | None,
-    *,
-    block_size: int,
-    num_blocks: int,
-    window: int | None = None,
-    chunk: int | None = None,
-) -> Plan:
-    """Check everything that reads metadata values. Raises ValueError or TypeError naming argument, row and value.
-
-    Entries after a row's last used column are never looked at. An unmapped entry (-1) below `seq_len` is an error unless a
-    window or chunk explains it.
-    """
-    lens = host_int32(seq_lens, "seq_lens", 1)
-    tables = host_int32(block_tables, "block_tables", 2)
-    num_seqs, max_blocks = tables.shape
-    if len(lens) != num_seqs:
-        raise ValueError(f"seq_lens: expected {num_seqs} entries, one per row of block_tables, got {len(lens)}")
-    if query_start_loc is None:
-        starts = np.arange(num_seqs + 1, dtype=np.int32)
-    else:
-        starts = host_int32(query_start_loc, "query_start_loc", 1)
-        if len(starts) != num_seqs + 1:
-            raise ValueError(f"query_start_loc: expected num_seqs + 1 = {num_seqs + 1} entries, got {len(starts)}")
-        if starts[0] != 0 or (starts[1:] < starts[:-1]).any():
-            raise ValueError(
-                f"query_start_loc: expected a rising sequence that starts at 0, got {_short(starts)}; "
-                "row i's queries are [query_start_loc[i], query_start_loc[i + 1])"
-            )
-    if num_seqs:
-        _check_lengths(lens, max_blocks, block_size)
-        lowest = -1 if window is not None or chunk is not None else 0
-        from_lowest = tables if lowest == 0 else tables + np.int32(1)
-        bad = from_lowest.view(np.uint32) >= num_blocks - lowest  # both limits at once: what is too low wraps
-        if bad.any():
-            bad &= np.arange(max_blocks) < -(-lens[:, None] // block_size)
-            if bad.any():
-                _refuse_entry(tables, bad, num_blocks)
-    return Plan(tables, lens, starts, block_size, num_blocks)
-
-
-def _check_lengths(lens: Array, max_blocks: int, block_size: int) -> None:
-    longest = max_blocks * block_size
-    as_unsigned = lens.view(np.uint32)
-    if as_unsigned[as_unsigned.argmax()] > longest:
-        row = int(np.argmax((lens < 0) | (lens > longest)))
-        raise ValueError(
-            f"seq_lens: row {row} expected 0 to max_blocks * block_size = {max_blocks} * {block_size} = {longest}, "
-            f"got {lens[row]}; widen block_tables or shorten the sequence"
-        )
-
-
-def _refuse_entry(tables: Array, bad: Array, num_blocks: int) -> None:
-    row, column = (int(x) for x in np.argwhere(bad)[0])
-    entry = tables[row, column]
-    unmapped = "an unmapped entry below seq_len needs window= or chunk="
-    fix = unmapped if entry == -1 else "the cache has fewer blocks than the table speaks of"
-    raise ValueError(
-        f"block_tables: row {row} column {column} expected a block id from 0 to {num_blocks - 1}, got {entry}; {fix}"
-    )
-
-
-def _short(a: Array) -> str:
-    return np.array2string(a, threshold=8, edgeitems=3)

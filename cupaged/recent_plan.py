@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .call_form import Form, RepeatedCall, remember
-from .plan import Plan, check_metadata, host_int32
+from .metadata import host_int32, host_metadata
+from .plan import Plan
 
 
 class _Known(NamedTuple):
@@ -46,7 +47,7 @@ _INT32 = np.dtype(np.int32)
 
 
 def recent_plan(form: Form, block_tables: Any, seq_lens: Any, query_start_loc: Any | None) -> Plan:
-    """The plan of host metadata, checked. Raises what `check_metadata` raises."""
+    """The plan of host metadata, checked. Raises what `host_metadata` raises."""
     tables, lens = host_int32(block_tables, "block_tables", 2), host_int32(seq_lens, "seq_lens", 1)
     starts = None if query_start_loc is None else host_int32(query_start_loc, "query_start_loc", 1)
     o = form.options
@@ -55,9 +56,10 @@ def recent_plan(form: Form, block_tables: Any, seq_lens: Any, query_start_loc: A
     if known is not None and known.holds(tables, lens, starts):
         _recent.last = known
         return known.plan
-    plan = check_metadata(
+    metadata = host_metadata(
         tables, lens, starts, block_size=form.block_size, num_blocks=form.num_blocks, window=o.window, chunk=o.chunk
     )
+    plan = Plan(*metadata, form.block_size, form.num_blocks)
     if tables.size:
         kept = bytearray(tables), bytearray(lens), None if starts is None else bytearray(starts)
         plan.block_tables = np.frombuffer(kept[0], np.int32).reshape(tables.shape)

@@ -20,7 +20,8 @@ from cupaged import attention, call_form, cuda, recent_plan
 from cupaged.arrays import numpy_dtype
 from cupaged.cuda_structs import ADDRESSES, ATTENTION, attention_pieces, pack, pack_attention
 from cupaged.launcher import DeviceInfo
-from cupaged.plan import check_metadata
+from cupaged.metadata import host_metadata
+from cupaged.plan import Plan
 
 BLOCKS, TOKENS, DIM = 24, 6, 16
 OF_THE_WORK = ("block_tables", "seq_lens", "query_start_loc", "share_start", "items", "units", "partials", "partial_states",
@@ -156,7 +157,8 @@ def make_call(f: dict[str, Any], plans: dict[Any, Any], device: str = "cuda") ->
             if plan is None:
                 limits = {"block_size": 4, "num_blocks": BLOCKS, "window": 1 if holes else None}
                 where = None if given[2] is None else starts.copy()
-                plan = plans[key] = check_metadata(tables.copy(), lens.copy(), where, **limits)
+                checked = host_metadata(tables.copy(), lens.copy(), where, **limits)
+                plan = plans[key] = Plan(*checked, limits["block_size"], limits["num_blocks"])
         elif plan is None:
             plan = plans[key] = cupaged.plan(
                 lens.copy(), tables.copy(), query_start_loc=None if given[2] is None else starts.copy(), device=device,
@@ -165,7 +167,7 @@ def make_call(f: dict[str, Any], plans: dict[Any, Any], device: str = "cuda") ->
         elif f["planned"] == "updated":
             where = starts if given[2] is not None else np.arange(TOKENS + 1, dtype=np.int32)
             limits = {"block_size": 4, "num_blocks": 2**31 - 1, "window": f["window"], "chunk": f["chunk"]}
-            check_metadata(tables, lens, where, **limits)  # an allocator's steps are right
+            host_metadata(tables, lens, where, **limits)  # an allocator's steps are right
             plan.update(SimpleNamespace(block_tables=tables.copy(), seq_lens=lens.copy(), query_start_loc=where.copy(), slot_mapping=None,
                                         block_size=4, num_blocks=int(tables.max()) + 1))  # fmt: skip
         given = [None, None, None]

@@ -25,7 +25,7 @@ from .errors import OutOfBlocks
 from .groups import Group, checked
 from .growth import Growth
 from .invariants import check
-from .leaving import check_horizon, cut
+from .horizon import check_horizon, cut
 from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache
 from .prompts import Prompts

@@ -11,7 +11,7 @@ from .array_types import Blocks, Ints
 from .block_pool import BlockPool
 from .decode_step import DecodeStep
 from .errors import OutOfBlocks
-from .leaving import Leaving, find_leaving
+from .horizon import Leaving, find_leaving
 from .prefix_cache import PrefixCache
 from .prompts import Attachment
 from .rehearsal import Rehearsal

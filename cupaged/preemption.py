@@ -20,7 +20,7 @@ from .block_pool import BlockPool
 from .companions import Companions
 from .errors import OutOfBlocks, require
 from .growth import Growth
-from .leaving import cut, laid_by_row
+from .horizon import cut, laid_by_row
 from .prefix_cache import PrefixCache
 from .rehearsal import Rehearsal
 from .rows import Rows

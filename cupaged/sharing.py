@@ -6,7 +6,7 @@ import numpy as np
 
 from .array_types import Ints
 from .block_pool import BlockPool
-from .leaving import laid_by_row
+from .horizon import laid_by_row
 from .rows import Rows
 
 

@@ -24,8 +24,8 @@ from .companions import Companions
 from .errors import OutOfBlocks
 from .groups import Group, checked
 from .growth import Growth
+from .horizon import check_horizon
 from .invariants import check
-from .horizon import check_horizon, cut
 from .preemption import Preemption
 from .prefix_cache import CacheEvent, PrefixCache
 from .prompts import Prompts
@@ -34,7 +34,7 @@ from .rows import MAX_TOKENS, Rows, View
 from .sharing import fork, reorder
 from .stats import Stats, read_stats
 from .steps import Step
-from .tables import BlockTables
+from .tables import BlockTables, cut
 
 
 class BlockAllocator:

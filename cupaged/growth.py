@@ -131,8 +131,7 @@ class Growth:
         if self._cache:
             self._cache.tokens.filled[blocks] = 0
         if plan.leaving:
-            for tables, step, cut in zip(self._groups, steps, plan.leaving.cuts, strict=True):
-                _unmap(tables, step, *cut)
+            plan.leaving.unmap(self._groups, steps)
         for g, (tables, step) in enumerate(zip(self._groups, steps, strict=True)):
             self._fill(tables, step, plan, plan.copying[g], self._share(plan, blocks, len(rows), g))
         if self._cache and self._cache.tokens.cut:
@@ -297,12 +296,3 @@ class Growth:
         step.keep_changes(tables, self._requests.lengths, lengths, copied, self._per)
         if self._per > 1:
             step.to_kernel_blocks(self._per)
-
-
-def _unmap(tables: BlockTables, step: Step, at: Ints, first: Ints, stop: Ints) -> None:
-    """Columns `[first[i], stop[i])` of sequence `at[i]` have left the horizon."""
-    rows = step.rows.take(at)
-    tables.flat[tables.entries(rows, first, stop)] = -1
-    tables.begin[rows] = stop
-    width = step.block_tables.shape[1]
-    step.block_tables.reshape(-1)[ranges(at * width + first, stop - first)] = -1

@@ -1,18 +1,16 @@
-"""Blocks that leave the horizon of their group of layers, and the order in which blocks of several groups are given back."""
+"""Blocks that leave the horizon of their group of layers when requests grow, and where one can no longer be truncated to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .array_types import Ints
 from .block_pool import BlockPool
 from .rows import Rows
-from .tables import BlockTables
+from .steps import Step
+from .tables import BlockTables, laid_by_row, ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +21,15 @@ class Leaving:
     blocks: Ints  # in the order of release
     tables: Ints  # how many of them belong to one table, and then to the next
     freed: int  # how many nobody else holds
+
+    def unmap(self, groups: list[BlockTables], steps: list[Step]) -> None:
+        """Make -1 of the entries, in the tables and in those of each group's step."""
+        for tables, step, (at, first, stop) in zip(groups, steps, self.cuts, strict=True):
+            rows = step.rows.take(at)
+            tables.flat[tables.entries(rows, first, stop)] = -1
+            tables.begin[rows] = stop
+            width = step.block_tables.shape[1]
+            step.block_tables.reshape(-1)[ranges(at * width + first, stop - first)] = -1
 
 
 def find_leaving(
@@ -50,26 +57,6 @@ def find_leaving(
     laid, table_sizes = laid_by_row(blocks, sizes)
     laid = laid.astype(np.int64, copy=False)
     return Leaving(cuts, laid, table_sizes, pool.would_free(laid))
-
-
-def laid_by_row(blocks: Sequence[npt.NDArray[Any]], sizes: Sequence[Ints]) -> tuple[npt.NDArray[Any], Ints]:
-    """Blocks of several groups, row after row and in a row group after group; and how many each table has, in this order.
-
-    `blocks[g]` are those of group g, row after row, `sizes[g] [n]` of them in each row.
-    """
-    if len(blocks) == 1:
-        return blocks[0], sizes[0]
-    row = np.concatenate([np.repeat(np.arange(len(size)), size) for size in sizes])
-    laid = np.concatenate(blocks).astype(np.int64)
-    return laid.take(np.argsort(row, kind="stable")), np.stack(sizes, 1).reshape(-1)
-
-
-def cut(groups: list[BlockTables], rows: Ints, lengths: Ints, old: Ints) -> tuple[npt.NDArray[Any], Ints]:
-    """Unmap what lies between `lengths` and `old` tokens of `rows` in all tables; returns arguments of `BlockPool.release`."""
-    if len(groups) == 1:
-        return groups[0].cut(rows, lengths, old)
-    blocks, sizes = zip(*(tables.cut(rows, lengths, old) for tables in groups), strict=True)
-    return laid_by_row(blocks, sizes)
 
 
 def check_horizon(requests: Rows, rows: Ints, lengths: Ints) -> None:

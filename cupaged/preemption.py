@@ -20,12 +20,11 @@ from .block_pool import BlockPool
 from .companions import Companions
 from .errors import OutOfBlocks, require
 from .growth import Growth
-from .horizon import cut, laid_by_row
 from .prefix_cache import PrefixCache
 from .rehearsal import Rehearsal
 from .rows import Rows
 from .steps import Step
-from .tables import ranges
+from .tables import cut, laid_by_row, ranges
 
 _HINT = "free evicted requests, or make the host pool larger (host_blocks)"
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from .array_types import Ints
 from .block_pool import BlockPool
-from .horizon import laid_by_row
 from .rows import Rows
+from .tables import laid_by_row
 
 
 def fork(requests: Rows, pool: BlockPool, sources: Ints, targets: Ints) -> None:

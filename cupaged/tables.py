@@ -6,6 +6,7 @@ so that no step pays for it. Of a request's columns those from `begin` on are ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,26 @@ class BlockTables:
         self.tables, self.flat = tables, tables.reshape(-1)
         self.begin = extended(self.begin, count, 0)
         self.changed = extended(self.changed, count, UNCHANGED)
+
+
+def laid_by_row(blocks: Sequence[npt.NDArray[Any]], sizes: Sequence[Ints]) -> tuple[npt.NDArray[Any], Ints]:
+    """Blocks of several groups, row after row and in a row group after group; and how many each table has, in this order.
+
+    `blocks[g]` are those of group g, row after row, `sizes[g] [n]` of them in each row.
+    """
+    if len(blocks) == 1:
+        return blocks[0], sizes[0]
+    row = np.concatenate([np.repeat(np.arange(len(size)), size) for size in sizes])
+    laid = np.concatenate(blocks).astype(np.int64)
+    return laid.take(np.argsort(row, kind="stable")), np.stack(sizes, 1).reshape(-1)
+
+
+def cut(groups: list[BlockTables], rows: Ints, lengths: Ints, old: Ints) -> tuple[npt.NDArray[Any], Ints]:
+    """Unmap what lies between `lengths` and `old` tokens of `rows` in all tables; returns arguments of `BlockPool.release`."""
+    if len(groups) == 1:
+        return groups[0].cut(rows, lengths, old)
+    blocks, sizes = zip(*(tables.cut(rows, lengths, old) for tables in groups), strict=True)
+    return laid_by_row(blocks, sizes)
 
 
 def ranges(starts: Ints, counts: Ints) -> Ints:

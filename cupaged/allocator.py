@@ -33,6 +33,7 @@ from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows, View
 from .sharing import fork, reorder
 from .stats import Stats, read_stats
+from .step_maker import StepMaker
 from .steps import Step
 from .tables import BlockTables, cut
 
@@ -90,6 +91,7 @@ class BlockAllocator:
             )
         self.groups = checked(groups)
         self._requests = Rows(self.block_size, self.groups)
+        self._steps = StepMaker(self._requests, self.pool, per)
         record_events = flag(record_events, "record_events")
         self._cache: PrefixCache | None = None
         if flag(prefix_caching, "prefix_caching"):
@@ -100,10 +102,10 @@ class BlockAllocator:
             self._cache.companions = True
         self._prompts: Prompts | None = None
         if self._cache:
-            self._prompts = Prompts(self.pool, self._cache, self._companions, len(self.groups))
-        self._growth = Growth(self._requests, self.pool, self._cache, per)
+            self._prompts = Prompts(self._requests, self.pool, self._cache, self._companions, self._steps)
+        self._growth = Growth(self._requests, self.pool, self._cache, self._steps)
         self._preemption = Preemption(
-            self._requests, self.pool, self._cache, self._companions, self._growth, host_blocks
+            self._requests, self.pool, self._cache, self._companions, self._steps, host_blocks
         )
 
     # ---- what is there ----
@@ -170,7 +172,7 @@ class BlockAllocator:
 
     def stats(self) -> Stats:
         """How the pool is used, at the cost of a few operations on the lengths of all requests."""
-        return read_stats(self._requests, self.pool, self._growth.copies, self._cache, self._preemption)
+        return read_stats(self._requests, self.pool, self._steps.copies, self._cache, self._preemption)
 
     # ---- growth ----
 
@@ -198,7 +200,7 @@ class BlockAllocator:
             requests.known[row] = 0
         else:
             found = self._prompts.find(root, tokens, int(count[0]), self._reserve)
-            step = self._growth.attach(row, root, found, len(tokens))
+            step = self._prompts.attach(row, root, found, len(tokens))
         if self._cache:
             requests.root[row] = root or self._cache.root(extra_key, requests.root)
         requests.bind([id], row)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +12,13 @@ from .decode_step import DecodeStep
 from .errors import OutOfBlocks
 from .horizon import Leaving, find_leaving
 from .prefix_cache import PrefixCache
-from .prompts import Attachment
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows
-from .steps import Step, write_slots
+from .step_maker import StepMaker
+from .steps import Step
 from .tables import BlockTables, ranges
 
 _NONE: Ints = np.zeros(0, np.int64)
-_ZERO: Ints = np.zeros(1, np.int64)
 _NO_COPYING = (_NONE, _NONE)
 
 
@@ -44,24 +42,20 @@ class Plan:
 
 
 class Growth:
-    """Extends rows of `requests` with blocks of `pool`, and numbers the steps, which speak of kernel blocks: `per` of them make a block.
+    """Extends rows of `requests` with blocks of `pool`.
 
     A batch first gives back what leaves the horizon of its groups, row after row and in a row group after group; then each row takes
     its blocks, group after group, in a group the block for a copy before those for growth.
     """
 
-    def __init__(self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, per: int) -> None:
-        self._requests, self._pool, self._cache = requests, pool, cache
-        self._groups, self._per = requests.groups, per
+    def __init__(self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, steps: StepMaker) -> None:
+        self._requests, self._pool, self._cache, self._steps = requests, pool, cache, steps
+        self._groups = requests.groups
         self._limited = any(tables.limited for tables in requests.groups)
         self._no_copying = [_NO_COPYING] * len(self._groups)
         self.block_size = requests.block_size
         single = len(self._groups) == 1 and not self._limited
         self._decode = DecodeStep(requests, pool) if single else None
-        self.origin = int.from_bytes(os.urandom(8))  # whose steps they are, in other processes too
-        self.serial = 0  # of the newest step
-        self.after = 0  # of the newest step with copies or swaps
-        self.copies = 0  # of all steps
 
     def plan(self, rows: Ints, lengths: Ints, counts: Ints | None) -> Plan:
         """What `extend` will do; changes nothing."""
@@ -82,10 +76,15 @@ class Growth:
         if self._limited:
             plan.leaving = find_leaving(self._groups, self._pool, rows, lengths, counts)
         if self._pool.sharing:
-            writing = ((column * self.block_size != lengths) & (total > lengths)).nonzero()[0]
+            writing = self._writing(plan, lengths)
             plan.copying = [self._copying(tables, plan, rows, writing) for tables in self._groups]
             plan.num_blocks += sum(len(at) for at, _ in plan.copying)
         return plan
+
+    def _writing(self, plan: Plan, lengths: Ints) -> Ints:
+        """Sequences whose first new token goes into a block that is partly filled."""
+        writing: Ints = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
+        return writing
 
     def _copying(self, tables: BlockTables, plan: Plan, rows: Ints, writing: Ints) -> tuple[Ints, Ints]:
         """Of the sequences `writing` into their last block those whose block stays with others, and the blocks."""
@@ -111,8 +110,7 @@ class Growth:
             step, blocks = self._decode.extend(rows, lengths)
             if self._cache:
                 self._cache.tokens.filled[blocks] = 0
-            self.serial += 1
-            self._sign(step, self._groups[0], lengths, _NONE)
+            self._steps.number(step, 0, lengths)
             return step
         plan = self.plan(rows, lengths, counts)
         left = pool.num_free + plan.freed - reserve
@@ -124,7 +122,7 @@ class Growth:
         columns = -(-longest // self.block_size)
         requests.widen(columns)
         num_tokens = len(rows) if counts is None else int(counts.sum())
-        steps = [Step(tables, rows, columns, num_tokens) for tables in self._groups]
+        steps = self._steps.begin(rows, columns, num_tokens)
         drop = (plan.leaving.blocks, plan.leaving.tables) if plan.leaving else None
         blocks = pool.take(plan.num_blocks, drop=drop)  # the last thing that can fail; from here on, state changes
 
@@ -135,13 +133,13 @@ class Growth:
         for g, (tables, step) in enumerate(zip(self._groups, steps, strict=True)):
             self._fill(tables, step, plan, plan.copying[g], self._share(plan, blocks, len(rows), g))
         if self._cache and self._cache.tokens.cut:
-            writing = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
+            writing = self._writing(plan, lengths)
             column = plan.column.take(writing)
             for tables in self._groups:
                 tails = tables.at(rows.take(writing), column).astype(np.int64)
                 self._cache.write(tails, lengths.take(writing) - column * self.block_size)
         requests.lengths[rows] = plan.total
-        return self._finish(steps, plan, lengths, counts)
+        return self._steps.finish(steps, lengths, counts, plan.total, [at for at, _ in plan.copying])
 
     def rehearse(self, rehearsal: Rehearsal, plan: Plan, rows: Ints, lengths: Ints) -> None:
         """Note what `extend`, of which this is the plan, would do."""
@@ -149,55 +147,10 @@ class Growth:
             named = self._cache.serial.take(plan.leaving.blocks) > 0 if self._cache else np.zeros(0, np.bool_)
             rehearsal.drop(plan.leaving.blocks, plan.leaving.tables, named)
         rehearsal.take(plan.num_blocks, _NONE)
-        writing = (plan.column * self.block_size != lengths) & (plan.total > lengths)
+        writing = self._writing(plan, lengths)
         for tables, (copying, _) in zip(self._groups, plan.copying, strict=True):
-            in_place = writing.copy()
-            in_place[copying] = False
+            in_place = np.setdiff1d(writing, copying)
             rehearsal.gone[tables.at(rows[in_place], plan.column[in_place])] = True
-
-    def attach(self, row: Ints, root: int, found: Attachment, num_tokens: int) -> Step:
-        """The first tokens of a new row: what was found of its `num_tokens`, and slots for more."""
-        requests, pool, cache, size = self._requests, self._pool, self._cache, self.block_size
-        assert cache is not None
-        cached, total = found.cached, found.total
-        if total > MAX_TOKENS:
-            raise ValueError(f"token_ids: a sequence holds at most 2**31 - 1 tokens, not {total}")
-        columns = max(1, -(-total // size))
-        requests.widen(columns)
-        steps = [Step(tables, row, columns, total - cached) for tables in self._groups]
-        blocks = pool.take(found.fresh, found.held)  # the last thing that can fail; from here on, state changes
-
-        cache.tokens.filled[blocks.astype(np.int64)] = 0
-        for tables, step, hits, fresh in zip(
-            self._groups, steps, found.hits, blocks.reshape(len(self._groups), -1), strict=True
-        ):
-            begin, end = found.columns - len(hits), found.columns + len(fresh)
-            table = step.block_tables[0]
-            table[begin : found.columns], table[found.columns : end] = hits, fresh
-            tables.tables[row[0], begin:end] = table[begin:end]
-            tables.begin[row] = begin
-            tables.mark(row, 0)
-        if found.source >= 0:
-            steps[0].copies = np.array([[found.source, blocks[0]]], np.int32)
-            cache.tokens.copy(steps[0].copies[:, 0], steps[0].copies[:, 1])
-            cache.write(blocks[:1].astype(np.int64), np.array([found.common]))
-            pool.release([found.source])
-            self.copies += 1
-        cache.queried_tokens += num_tokens
-        cache.hit_tokens += cached
-        requests.lengths[row], requests.known[row], requests.root[row] = total, cached, root
-        before, counts = np.array([cached]), np.array([total - cached])
-        plan = Plan(before // size, before + counts, _NONE, _NONE, None, self._no_copying, None, 0)
-        return self._finish(steps, plan, before, counts, cached)
-
-    def finish_still(self, steps: list[Step], lengths: Ints) -> Step:
-        """Finish a step without new tokens, whose sequences had no blocks before and have `lengths` now."""
-        none = np.zeros_like(lengths)
-        plan = Plan(none, lengths, _NONE, _NONE, None, self._no_copying, None, 0)
-        step = self._finish(steps, plan, none, none)
-        if len(step.swap_out) or len(step.swap_in):
-            self.after = self.serial
-        return step
 
     def _share(self, plan: Plan, blocks: Blocks, n: int, g: int) -> Blocks:
         """Those of the blocks taken that go to group `g`, row after row."""
@@ -239,60 +192,6 @@ class Growth:
         if self._cache:
             self._cache.tokens.copy(sources, step.copies[:, 1])
         self._pool.release(sources)
-        self.copies += len(first)
         left = np.ones(len(blocks), np.bool_)
         left[first] = False
         return blocks[left]
-
-    def _finish(self, steps: list[Step], plan: Plan, lengths: Ints, counts: Ints | None, cached: int = 0) -> Step:
-        """Fill in what follows from the tables, and number the step; returns that of the first group."""
-        size, (n, columns) = self.block_size, steps[0].block_tables.shape
-        if n == 1:
-            total = int(plan.total[0])
-            first, stop = int(lengths[0]) // size, -(-total // size)
-            for step in steps:
-                step.query_start_loc[:] = 0, len(step.slot_mapping)
-                write_slots(step.slot_mapping, step.block_tables[0, first:stop], int(lengths[0]) - first * size, size)
-                step.seq_lens[:] = total
-            return self._number(steps, lengths, plan.copying, cached)
-        base = np.arange(n) * (columns * size)  # token 0 of each sequence, the tables laid end to end
-        if counts is None:
-            token = base + lengths
-            starts = np.arange(n + 1)
-        else:
-            ends = counts.cumsum()
-            starts = np.concatenate((_ZERO, ends))
-            token = np.repeat(base + (lengths - ends + counts), counts) + np.arange(len(steps[0].slot_mapping))
-        entry = token // size
-        for step in steps:
-            np.multiply(step.block_tables.reshape(-1).take(entry) - entry, size, out=step.slot_mapping)
-            step.slot_mapping += token
-            step.query_start_loc[:] = starts
-            step.seq_lens[:] = plan.total
-        return self._number(steps, lengths, plan.copying, cached)
-
-    def _number(self, steps: list[Step], lengths: Ints, copying: list[tuple[Ints, Ints]], cached: int = 0) -> Step:
-        """Make one step of the groups' steps, the next one; returns that of the first group."""
-        self.serial += 1
-        copies = 0
-        for g, step in enumerate(steps):
-            self._sign(step, self._groups[g], lengths, copying[g][0])
-            copies += len(step.copies)
-            if cached:
-                step.num_cached.fill(cached)
-        if copies:
-            self.after = self.serial
-        if len(steps) > 1:
-            steps[0].other_groups = tuple(steps[1:])
-        return steps[0]
-
-    def _sign(self, step: Step, tables: BlockTables, lengths: Ints, copied: Ints) -> None:
-        """Give a group's step its number, and what it says of the pool and of changed tables."""
-        pool = self._pool
-        step.num_cached = np.zeros(len(lengths), np.int32)
-        step.block_size, step.num_blocks = self.block_size, pool.num_blocks
-        step.sharing = not tables.limited and pool.sharing  # a table with holes has no beginning to share
-        step.origin, step.serial, step.after = self.origin, self.serial, self.after
-        step.keep_changes(tables, self._requests.lengths, lengths, copied, self._per)
-        if self._per > 1:
-            step.to_kernel_blocks(self._per)

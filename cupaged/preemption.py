@@ -19,10 +19,10 @@ from .array_types import Blocks, Flags, Ints
 from .block_pool import BlockPool
 from .companions import Companions
 from .errors import OutOfBlocks, require
-from .growth import Growth
 from .prefix_cache import PrefixCache
 from .rehearsal import Rehearsal
 from .rows import Rows
+from .step_maker import StepMaker
 from .steps import Step
 from .tables import cut, laid_by_row, ranges
 
@@ -52,11 +52,11 @@ class Preemption:
         pool: BlockPool,
         cache: PrefixCache | None,
         companions: Companions | None,
-        growth: Growth,
+        steps: StepMaker,
         host_blocks: int,
     ) -> None:
         self._requests, self._device, self._cache, self._companions = requests, pool, cache, companions
-        self._groups, self._growth = requests.groups, growth
+        self._groups, self._steps = requests.groups, steps
         self.pool = BlockPool(host_blocks)
         self.swapped_out = self.swapped_in = 0  # blocks of all steps
         self._host_tables: dict[int, Blocks] = {}  # host blocks of each evicted row, group after group
@@ -99,7 +99,7 @@ class Preemption:
         blocks, sizes = laid_by_row(parts, [columns - begin for begin in begins])
         first = device.last_of_each(blocks[::-1])[::-1]  # one of each block, where it stands first
         leaving = blocks[first]
-        steps = [Step(tables, rows, 1, 0) for tables in self._groups]
+        steps = self._steps.begin(rows, 1, 0)
         for step in steps:
             step.block_tables.fill(-1)
         if len(leaving) > self.pool.num_free:
@@ -124,7 +124,7 @@ class Preemption:
         self.swapped_out += len(host)
         released = cut(self._groups, rows, none, lengths)
         requests.suspend(rows)
-        step = self._growth.finish_still(steps, none)
+        step = self._steps.finish(steps, none, none, none)
         if hold:
             self._hold(step, device, leaving, first, sizes)
         device.release(*released)
@@ -182,7 +182,7 @@ class Preemption:
         plan = self._plan(rows)
         count, width = len(self._groups), max(int(self._groups[0].columns(plan.lengths).max(initial=0)), 1)
         requests.widen(width)
-        steps = [Step(tables, rows, width, 0) for tables in self._groups]
+        steps = self._steps.begin(rows, width, 0)
         shared = plan.cached >= 0
         taken = device.take(int(np.count_nonzero(plan.fresh)), plan.cached[shared])  # the last thing that can fail
 
@@ -209,7 +209,8 @@ class Preemption:
                 adopt(requests, device, self._cache, self._companions, rows.take(lost), first, stop, replace=False)
         steps[0].swap_in = np.stack((moved, taken), 1)
         self.swapped_in += len(taken)
-        step = self._growth.finish_still(steps, plan.lengths)
+        none = np.zeros_like(plan.lengths)  # no request had a block before, and none gets a token
+        step = self._steps.finish(steps, none, none, plan.lengths)
         if hold:
             self._hold(step, self.pool, moved, plan.fresh, sizes)
         self.free(rows)

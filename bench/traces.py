@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupaged import BlockAllocator
+from cupaged.prefix_match import match
 from cupaged.study.measures import Figures, measure
 from cupaged.study.paged import Paged
 from cupaged.study.replay import replay
@@ -57,7 +58,7 @@ def prefix_hits(trace: Trace, num_blocks: int, block_size: int = HASHED_TOKENS) 
         assert alloc._cache is not None
         root = alloc._cache.root(None, np.zeros(0, np.int64))
         # one token of a prompt is always computed: what was there is seen before that rule
-        found += len(alloc._cache.match(root, prompt, len(prompt))[0])
+        found += len(match(alloc._cache, root, prompt, len(prompt))[0])
         references += len(prompt) // block_size
         cached = int(alloc.add_request("prompt", token_ids=prompt).num_cached[0])
         alloc.commit(["prompt"], prompt[cached:])

@@ -10,6 +10,7 @@ import numpy as np
 from .array_types import Ints
 from .block_pool import BlockPool
 from .companions import Companions
+from .identify import identify
 from .prefix_cache import PrefixCache
 from .rows import Rows
 from .tables import BlockTables, ranges
@@ -80,7 +81,7 @@ def identify_in_tables(
     heads, before = rows.take(owners.take(starts)), columns.take(starts) - 1
     above = tables.at(heads, before).astype(np.int64)  # column -1 is somewhere else in the tables
     above[before < _ZERO] = -1
-    canonical = cache.identify(blocks, columns, starts, above, requests.root.take(heads))
+    canonical = identify(cache, blocks, columns, starts, above, requests.root.take(heads))
     _replace(requests, pool, cache, tables, rows.take(owners), columns, blocks, canonical, replace)
 
 
@@ -112,7 +113,7 @@ def _adopt_beside(
     cache.tokens.copy(anchors, blocks)
     nothing_above = np.full(len(blocks), -1)
     parents = companions.parents(g, anchors)
-    canonical = cache.identify(blocks, columns, np.arange(len(blocks)), nothing_above, parents)
+    canonical = identify(cache, blocks, columns, np.arange(len(blocks)), nothing_above, parents)
     _replace(requests, pool, cache, tables, of, columns, blocks, canonical, replace)
 
 

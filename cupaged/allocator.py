@@ -99,7 +99,6 @@ class BlockAllocator:
         self._companions: Companions | None = None
         if self._cache and (len(self.groups) > 1 or self.groups[0].limited):
             self._companions = Companions(self._cache, self.groups)
-            self._cache.companions = True
         self._prompts: Prompts | None = None
         if self._cache:
             self._prompts = Prompts(self._requests, self.pool, self._cache, self._companions, self._steps)

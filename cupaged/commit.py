@@ -15,6 +15,7 @@ from .arguments import split_tokens
 from .array_types import Ints, Tokens
 from .block_pool import BlockPool
 from .companions import Companions
+from .identify import identify_new
 from .prefix_cache import PrefixCache
 from .rows import Rows
 from .tables import BlockTables, ranges
@@ -111,7 +112,7 @@ def _commit_run(
     if not len(blocks) or not root:
         return True
     aligned = tokens[: len(blocks) * size] if begin % size == 0 else cache.tokens.ids.take(blocks, 0)
-    if not cache.identify_new(blocks, aligned.reshape(-1, size), first, int(table[first - 1]) if first else -1, root):
+    if not identify_new(cache, blocks, aligned.reshape(-1, size), first, int(table[first - 1]) if first else -1, root):
         adopt_chain(requests, pool, cache, 0, rows, np.array([first]), np.array([end // size]), True)
     return True
 

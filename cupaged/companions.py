@@ -12,6 +12,7 @@ import numpy as np
 from .array_types import Flags, Ints, Tokens
 from .groups import Group
 from .prefix_cache import PrefixCache
+from .prefix_match import find
 
 
 class Companions:
@@ -29,6 +30,7 @@ class Companions:
                 "add one, or leave prefix_caching off"
             )
         self.anchor = full[0]
+        cache.companions = True
         self.others = [g for g in range(len(groups)) if g != self.anchor]
 
     def parents(self, group: int, anchors: Ints) -> Ints:
@@ -48,7 +50,7 @@ class Companions:
         served = np.ones(count + 1, np.bool_)
         found, needs = {}, {}
         for g in self.others:
-            found[g] = self._cache.find(self.parents(g, anchors), columns, words, gone)
+            found[g] = find(self._cache, self.parents(g, anchors), columns, words, gone)
             missing = np.maximum.accumulate(np.where(found[g] >= 0, -1, columns))  # the last one up to each column
             needs[g] = lengths - self._groups[g].horizon(lengths * size) // size
             served[1:] &= columns - missing >= needs[g][1:]

@@ -20,6 +20,7 @@ from .block_pool import BlockPool
 from .companions import Companions
 from .errors import OutOfBlocks, require
 from .prefix_cache import PrefixCache
+from .prefix_match import find, match
 from .rehearsal import Rehearsal
 from .rows import Rows
 from .step_maker import StepMaker
@@ -163,14 +164,14 @@ class Preemption:
         named = self._named.take(anchor)
         known = len(named) if named.all() else int(named.argmin())
         words = self._tokens.take(anchor[:known], 0)
-        found, _, _ = self._cache.match(int(self._requests.root[row]), words.reshape(-1), words.size, gone)
+        found, _, _ = match(self._cache, int(self._requests.root[row]), words.reshape(-1), words.size, gone)
         place[anchor[: len(found)]] = found
         if not self._companions:
             return len(found), known
         for g in self._companions.others:
             columns = np.arange(begins[g], len(found))
-            beside = self._cache.find(
-                self._companions.parents(g, found.take(columns)), columns, words.take(columns, 0), gone
+            beside = find(
+                self._cache, self._companions.parents(g, found.take(columns)), columns, words.take(columns, 0), gone
             )
             place[tables[g][: len(columns)]] = beside
         return 0, known

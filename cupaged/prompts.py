@@ -14,6 +14,7 @@ from .block_pool import BlockPool
 from .companions import Companions
 from .errors import OutOfBlocks
 from .prefix_cache import PrefixCache
+from .prefix_match import match
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows
 from .step_maker import StepMaker
@@ -51,7 +52,7 @@ class Prompts:
         pool, cache, size = rehearsal or self._pool, self._cache, self._requests.block_size
         most = max(len(tokens) - 1, 0)  # one token at least is left to compute
         gone = rehearsal.gone if rehearsal else None
-        matched, source, common = cache.match(root, tokens, most, gone)
+        matched, source, common = match(cache, root, tokens, most, gone)
         hits, columns = [matched], len(matched)
         if self._companions:  # no other group can go on in the middle of a block
             (hits, columns), source = self._companions.serve(matched, tokens, gone), -1

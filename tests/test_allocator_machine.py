@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from allocator_compare import assert_same, assert_step, observe
 from allocator_model import Model, ModelStep
+from caching import one_hash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from shadow_pages import ShadowPages
 
-from cupaged import BlockAllocator, Group, Step, TableMirror, prefix_cache
+from cupaged import BlockAllocator, Group, Step, TableMirror
 
 NAMES = [*"ABCDEFG", 7, ("tuple", 1)]
 KEYS = [None, "x", {"salt": "x"}, {"adapter": "x"}, {"adapter": "x", "salt": "y"}, 1, True]
@@ -67,8 +68,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         caching &= self.groups[0].window is None or len(self.groups) > 1
         self.patch = pytest.MonkeyPatch()
         if same_hash:
-            self.patch.setattr(prefix_cache, "block_hashes", lambda words, columns: np.zeros(len(words), np.uint64))
-            self.patch.setattr(prefix_cache, "root_hash", lambda root: np.zeros(np.shape(root), np.uint64))
+            one_hash(self.patch)
         self.alloc = BlockAllocator(
             num_blocks, block_size, self.groups, watermark=watermark, prefix_caching=caching, host_blocks=host_blocks,
             record_events=caching,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupaged import BlockAllocator, Group, OutOfBlocks
+from cupaged.prefix_match import match
 
 
 def group_tables(alloc: BlockAllocator, name: str) -> list[list[int]]:
@@ -151,7 +152,7 @@ def test_a_prompt_is_found_up_to_where_every_group_has_what_the_next_token_sees(
     alloc._cache.forget(np.array(lost))
     assert alloc._cache.serial[lost].tolist() == [0]
     # token 18 and token 16 would see the block of 14 and 15, token 14 sees 11 to 14
-    chain = alloc._cache.match(alloc._cache.roots.find(None), tokens, 19)[0]
+    chain = match(alloc._cache, alloc._cache.roots.find(None), tokens, 19)[0]
     served, columns = alloc._companions.serve(chain, tokens)
     assert columns == 7 and [len(hits) for hits in served] == [7, 2]
 
@@ -206,7 +207,7 @@ def test_a_prompt_is_found_only_as_far_as_the_window_was_not_evicted() -> None:
     ):  # the window gives back its first five blocks; the last growth takes those of columns 2 and 1 for itself
         alloc.grow("A", n)
     assert alloc.stats().blocks_cached == 3
-    assert len(alloc._cache.match(alloc._cache.roots.find(None), tokens, 9)[0]) == 4
+    assert len(match(alloc._cache, alloc._cache.roots.find(None), tokens, 9)[0]) == 4
     # tokens 8, 6 and 4 would see one of the two columns, token 2 sees only column 0
     step = alloc.add_request("B", 0, token_ids=tokens)
     assert step.num_cached.tolist() == [2] and step.seq_lens.tolist() == [2]

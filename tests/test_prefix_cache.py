@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from allocator_compare import observe
-from caching import cached, run
+from caching import cached, one_hash, run
 
-from cupaged import BlockAllocator, OutOfBlocks, prefix_cache
+from cupaged import BlockAllocator, OutOfBlocks
+from cupaged.prefix_match import match
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation_trace.jsonl"
 
@@ -267,7 +268,7 @@ def test_after_a_reset_nothing_old_is_found_and_running_requests_store_nothing()
 
 
 def test_collisions_of_the_hash_never_serve_other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "block_hashes", lambda words, columns: np.zeros(len(words), np.uint64))
+    one_hash(monkeypatch)
     alloc = cached(num_blocks=64, block_size=2)
     prompts = [[i, i, j, j, 9] for i in range(4) for j in range(4)]
     for i, prompt in enumerate(prompts):
@@ -319,7 +320,7 @@ def test_the_mooncake_trace_hits_as_often_as_its_authors_say() -> None:
     hits = references = 0
     for prompt in mooncake():
         root = alloc._cache.root(None, np.zeros(0, np.int64))  # type: ignore[union-attr]
-        hits += len(alloc._cache.match(root, prompt, len(prompt))[0])  # type: ignore[union-attr]
+        hits += len(match(alloc._cache, root, prompt, len(prompt))[0])  # type: ignore[union-attr]
         references += len(prompt) // 512
         found = int(alloc.add_request("A", token_ids=prompt).num_cached[0])
         alloc.commit(["A"], prompt[found:])

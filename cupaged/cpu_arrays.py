@@ -92,6 +92,28 @@ def has_form(x: int, form: int, first: int) -> bool:
 
 
 @compiled
+def extent(x: int) -> tuple[int, int]:
+    """The addresses between which all of an array lies that has elements and a contiguous last axis."""
+    begin, axes = data_of(x), peek_int(x + _AXES)
+    end = begin
+    for n in range(axes):
+        stride = peek_long(peek_long(x + _STRIDES) + 8 * n)
+        length = stride * (peek_long(peek_long(x + _SHAPE) + 8 * n) - 1)
+        begin, end = begin + min(length, 0), end + max(length, 0)
+        if n == axes - 1:
+            end += stride
+    return begin, end
+
+
+@compiled
+def lie_across(x: int, y: int) -> bool:
+    """Whether one of two such arrays begins before the other ends."""
+    x_begin, x_end = extent(x)
+    y_begin, y_end = extent(y)
+    return x_begin < y_end and y_begin < x_end
+
+
+@compiled
 def resolve(params: int, count: int) -> None:
     """Turn the first `count` fields from ids of arrays into addresses of their data; 0 stays 0."""
     for at in range(params, params + 8 * count, 8):

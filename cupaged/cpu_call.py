@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from .cpu_arrays import FORM_WORDS, can_be_written, data_of, has_form, resolve, rows_of
+from .cpu_arrays import FORM_WORDS, can_be_written, data_of, has_form, lie_across, resolve, rows_of
 from .cpu_cache import WRITE_ARRAYS, WRITE_FIELDS, view_write
 from .cpu_formats import copy_bytes
 from .cpu_vector import call_worker, compiled, operation, parallel_entry, peek_int, peek_long
@@ -54,11 +54,10 @@ def _is_like(record: int, step: int, q: int, out: int, k_cache: int, v_cache: in
         return False
     if not (has_form(q, record + _Q, 1) and has_form(out, record + _OUT, 1) and can_be_written(out)):
         return False
-    if data_of(q) == data_of(out):
-        return False
     rows = rows_of(q)
     planned = peek_int(peek_long(step + _STARTS) + 4 * peek_long(step + _NUM_SEQS))
-    return rows > 0 and rows == planned and rows_of(out) == rows
+    # arrays that lie in one another may share memory or not; the checks of a new call find out
+    return rows > 0 and rows == planned and rows_of(out) == rows and not lie_across(q, out)
 
 
 @compiled

@@ -92,7 +92,7 @@ def lay(at: int, shape: tuple[int, ...], dtype: Any, order: tuple[int, ...], ste
 FIELDS: dict[str, list[Any]] = {
     "at": [0, 8, 2, 4096], "dtype": ["float16", "float32", "bfloat16"], "kv": ["same", "fp8_e4m3", "fp8_e5m2", "other"],
     "layout": ["HND", "NHD", "HND wide", "bad"], "v_layout": [False, True], "q_step": [1, 2],
-    "out": [True, False, "step", "fixed", "short", "q", "over q"],
+    "out": [True, False, "step", "fixed", "short", "q", "over q", "into q"],
     "lse": [False, True, "strided", "bad"], "return_lse": [False, True, 1], "heads": [4, 2, 3], "tokens": [TOKENS, 4],
     "scale": [None, 0.5, float("nan"), True], "causal": [True, False, 1], "window": [None, 3, 1, True, 1.0, 0], "chunk": [None, 4, 1, True],
     "softcap": [None, 2.0, 1, True, -1.0], "num_splits": [None, 2, 1, True], "share_prefix": [True, False, 1],
@@ -114,8 +114,9 @@ def make_call(f: dict[str, Any], plans: dict[Any, Any], device: str = "cuda") ->
     shape = (BLOCKS, 4, 2, DIM) if f["layout"] == "NHD" else (BLOCKS, 2, 4, DIM)
     wide, at = 1 + (f["layout"] == "HND wide"), f["at"] * 4
     q = lay(at + 65536, (n, f["heads"], DIM), dtype, (0, 1, 2), f["q_step"])
+    place = at + (65536 + dtype.itemsize * DIM if f["out"] == "into q" else 90112)
     out = {"q": q, "over q": q[:], False: None}.get(
-        f["out"], lay(at + 90112, (n, f["heads"], DIM), dtype, (0, 1, 2), 1 + (f["out"] == "step"))
+        f["out"], lay(place, (n, f["heads"], DIM), dtype, (0, 1, 2), 1 + (f["out"] == "step"))
     )
     if f["out"] == "short":
         out = out[1:]

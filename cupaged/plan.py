@@ -197,8 +197,8 @@ def plan(
         block_tables, seq_lens, query_start_loc, block_size=block_size, num_blocks=2**31 - 1, window=window, chunk=chunk
     )
     used = np.arange(tables.shape[1]) < -(-lens // block_size)[:, None]
-    result = Plan(
-        tables, lens, starts, block_size,
+    result = Plan(  # copies: the caller's arrays may hold something else, unchecked, when the plan is used
+        tables.copy(), lens.copy(), starts.copy(), block_size,
         int(tables.max(initial=-1, where=used)) + 1,
         None if slot_mapping is None else _slots(slot_mapping, int(starts[-1])),
         options, _bounds(max_seqs, max_tokens, max_blocks),

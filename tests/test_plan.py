@@ -228,6 +228,16 @@ def test_a_call_that_differs_from_its_plan_is_refused(options: dict[str, Any], m
         cupaged.paged_attention(np.zeros((2, 4, 64), np.float32), cache, cache, None, None, plan=plan)
 
 
+def test_a_plan_stays_what_was_checked_when_the_callers_arrays_change(rng: np.random.Generator) -> None:
+    tables, lens, starts = TABLES.copy(), LENS.copy(), np.array([0, 1, 2], np.int32)
+    plan = cupaged.plan(lens, tables, query_start_loc=starts, **OPTIONS)
+    tables[:], lens[:], starts[:] = 2**30, 8, 0
+    cache = rng.standard_normal((4, 2, 4, 64)).astype(np.float16)
+    q = rng.standard_normal((2, 4, 64)).astype(np.float16)
+    with_plan = cupaged.paged_attention(q, cache, cache, None, None, plan=plan)
+    np.testing.assert_array_equal(with_plan, cupaged.paged_attention(q, cache, cache, TABLES, LENS))
+
+
 def test_a_host_plan_serves_later_steps(rng: np.random.Generator) -> None:
     plan = cupaged.plan(LENS, TABLES, **OPTIONS)
     cache = rng.standard_normal((4, 2, 4, 64)).astype(np.float16)

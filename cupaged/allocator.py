@@ -21,7 +21,7 @@ from .array_types import Ints, Tokens
 from .block_pool import BlockPool
 from .commit import commit
 from .companions import Companions
-from .errors import OutOfBlocks
+from .errors import OutOfBlocks, refuse_copies
 from .groups import Group, checked
 from .growth import Growth
 from .horizon import check_horizon
@@ -106,6 +106,8 @@ class BlockAllocator:
         self._preemption = Preemption(
             self._requests, self.pool, self._cache, self._companions, self._steps, host_blocks
         )
+
+    __reduce_ex__ = refuse_copies
 
     # ---- what is there ----
 

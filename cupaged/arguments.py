@@ -43,14 +43,19 @@ def number(value: Any, name: str, low: float, high: float = math.inf) -> Any:
 
 
 def finite(value: Any, name: str, wanted: str = "a finite number", above: float = -math.inf) -> float:
-    """`value`, a finite number above `above`, as a float; `wanted` says what is. Raises ValueError, or TypeError when it is no number."""
+    """`value`, a finite number above `above`, as a float; `wanted` says what is. Raises ValueError, or TypeError when it is no number.
+
+    It must still be one as float32, which is what kernels compute in.
+    """
     if type(value) is not float:
         array = host_array(value, name)
         if array.ndim or not is_real(array.dtype):
             raise TypeError(f"{name}: expected {wanted}, got {value!r}")
         value = float(array)
-    if not (value > above and math.isfinite(value)):
-        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
+    with np.errstate(over="ignore", under="ignore"):
+        stored = np.float32(value)
+    if not (stored > above and np.isfinite(stored)):
+        raise ValueError(f"{name}: expected {wanted}, in float32, got {value!r}")
     return float(value)
 
 

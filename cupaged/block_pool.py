@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .arguments import integer, integers
 from .array_types import Blocks, Flags, Ints
-from .errors import OutOfBlocks, require
+from .errors import OutOfBlocks, refuse_copies, require
 from .free_queues import FreeQueue, LruQueue
 
 _NONE: Ints = np.zeros(0, np.int64)
@@ -38,6 +38,8 @@ class BlockPool:
         self._cached: LruQueue | None = None
         self._identity: Ints = np.zeros(0, np.int64)
         self._forget: Callable[[Blocks], None] = lambda blocks: None
+
+    __reduce_ex__ = refuse_copies
 
     def track(self, identity: Ints, forget: Callable[[Blocks], None]) -> None:
         """Keep free blocks with `identity [num_blocks]` above 0 for reuse; `forget` hears of those that are handed out anew."""

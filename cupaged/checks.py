@@ -253,5 +253,7 @@ def stacked(x: Any, name: str) -> Array:
     parts = [as_array(part, name) for part in x]
     if not parts:
         raise ValueError(f"{name}: expected at least one part, got none")
+    if any(part.shape != parts[0].shape for part in parts):
+        raise ValueError(f"{name}: expected parts of one shape, got {[part.shape for part in parts]}")
     with device_of(parts[0]):
         return array_module(parts[0]).stack(parts)

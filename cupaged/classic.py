@@ -189,7 +189,11 @@ def _run(
     check_apart(out, "out", query, "query")
     if partials is not None:
         parts = max(-(-max_seq_len // PARTITION_SIZE), 1)
-        shape = (num_seqs, num_heads, max(parts, partials[0].shape[2]) if np.ndim(partials[0]) == 3 else parts)
+        shape = (
+            num_seqs,
+            num_heads,
+            max(parts, partials[0].shape[2]) if getattr(partials[0], "ndim", 0) == 3 else parts,
+        )
         for x, name, wanted in zip(
             partials, ("exp_sums", "max_logits", "tmp_out"), (shape, shape, (*shape, head_dim)), strict=True
         ):

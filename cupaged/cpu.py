@@ -120,7 +120,7 @@ def swap_blocks(src: Array, dst: Array, pairs: Array) -> None:
 def merge_states(outs: Array, lses: Array, sinks: Array | None, out: Array, lse: Array) -> None:
     """Combine partial results `outs [parts, tokens, heads, head_dim]`, `lses [parts, tokens, heads]` into `out`, `lse`."""
     parts, head_dim = len(outs), outs.shape[-1]
-    flat = _read_only(outs).reshape(parts, -1, head_dim)
+    flat = _read_only(outs).reshape(parts, lse.size, head_dim)
     merged = np.empty(flat.shape[1:], np.float32)
     merged_lse = np.empty(len(merged), np.float32)
     _merge(flat, _read_only(lses).reshape(parts, -1), _read_only(() if sinks is None else sinks), merged, merged_lse)

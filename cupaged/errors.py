@@ -1,8 +1,8 @@
-"""Exceptions of the control plane that say more than their built-in parents, and how its checks fail."""
+"""Exceptions of the control plane that say more than their built-in parents, how its checks fail, and what refuses to be copied."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 
 class OutOfBlocks(MemoryError):
@@ -19,6 +19,11 @@ class OutOfBlocks(MemoryError):
         super().__init__(f"out of blocks: {needed} needed, {free} free; {hint}")
         self.needed = needed
         self.free = free
+        self._hint = hint
+
+    def __reduce__(self) -> tuple[type, tuple[int, int, str]]:
+        """What pickle calls: the arguments, where other exceptions give their message."""
+        return type(self), (self.needed, self.free, self._hint)
 
 
 def require(condition: Any, message: str, *values: object) -> None:
@@ -28,3 +33,11 @@ def require(condition: Any, message: str, *values: object) -> None:
     """
     if not condition:
         raise AssertionError(message.format(*values))
+
+
+def refuse_copies(x: object, protocol: object) -> NoReturn:
+    """`__reduce_ex__`, which copy, deepcopy and pickle call, of objects whose parts hold views of each other's arrays: in a copy they
+    would be arrays of their own, and the first change would tear it apart."""
+    raise TypeError(
+        f"a {type(x).__name__} cannot be copied or pickled, since its parts share memory; make another one. Steps and deltas can be sent"
+    )

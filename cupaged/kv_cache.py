@@ -23,6 +23,7 @@ from .attention import OPTIONS, call_on_pages, run_attention, write_pages
 from .backends import backend_of
 from .call_form import cannot_change
 from .checks import check_device, check_rows
+from .errors import refuse_copies
 from .groups import Group, checked
 from .metadata import host_int32
 from .plan import Plan, PlanOptions
@@ -101,6 +102,8 @@ class KVCache:
         self._step: Step | None = None  # the step that began last, and by group what the CPU backend keeps for it
         self._step_records: list[Any] = []
         self._copied = 0  # serial of the newest step whose copies or swaps ran
+
+    __reduce_ex__ = refuse_copies
 
     @property
     def device(self) -> str:

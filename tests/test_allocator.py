@@ -74,8 +74,10 @@ def test_lengths_1_4_5_8_9_need_nine_blocks_of_four() -> None:
     small = BlockAllocator(8, 4)
     for i, n in enumerate(lengths[:-1]):
         small.add_request(i, n)
-    with pytest.raises(OutOfBlocks, match="out of blocks: 3 needed, 2 free"):
+    with pytest.raises(OutOfBlocks, match="out of blocks: 3 needed, 2 free") as caught:
         small.add_request(4, lengths[-1])
+    there = pickle.loads(pickle.dumps(caught.value))  # as a worker process sends it
+    assert (str(there), there.needed, there.free) == (str(caught.value), 3, 2)
 
 
 def test_only_the_first_owners_to_write_copy_and_the_last_writes_in_place() -> None:

@@ -6,7 +6,9 @@ has changed.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +22,19 @@ from cupaged import attention
 TEXT: list[Any] = ["x", b"x", {}, object(), float, np.array(["a", "b"])]
 NO_COUNT = [*TEXT, 1.5, 2.0, True, np.True_, 1j, np.array(2), float("nan"), np.float32(2)]
 NO_INTEGER = [*NO_COUNT, [1]]
+RAGGED = [np.ones((3, 4, 8), np.float32), np.ones((2, 4, 8), np.float32)]
 KINDS: dict[str, list[Any]] = {
     "integer": [*NO_INTEGER, -1, None],
     "integer or none": [*NO_INTEGER, -1],
     "counts": [*NO_COUNT, -1, None, [1, 1, 1], [-1], [0.5]],
     "any integer": [*NO_INTEGER, 2**31, None],
-    "number": [*TEXT, 1j, True, np.True_, [0.5], np.ones(2), float("nan"), float("inf"), np.float32("nan"), 10**400],
-    "positive": [*TEXT, 1j, True, np.True_, [[0.5], [1.0, 2.0]], float("nan"), float("inf"), 0, -0.5, np.float16(-1), np.zeros(2),
-                 np.ones(3), np.array([1, 1j]), np.array([True, True]), [None, None]],
+    "number": [*TEXT, 1j, True, np.True_, [0.5], np.ones(2), float("nan"), float("inf"), np.float32("nan"), 1e300, 10**400],
+    "positive": [*TEXT, 1j, True, np.True_, [[0.5], [1.0, 2.0]], float("nan"), float("inf"), 0, -0.5, 1e300, 1e-50,
+                 np.float16(-1), np.zeros(2), np.ones(3), np.array([1, 1j]), np.array([True, True]), [None, None]],
     "flag": [*TEXT, None, 1, 0, 1.0, np.array(True), np.array([True, False])],
     "choice": [*TEXT, None, 1, ["HND"], ("cpu",), np.float16, np.array("HND")],
     "choice or none": [*TEXT, 1, ["float16"], np.float16, np.dtype("float16")],
-    "array": [*TEXT, None, 1.0, [0.5], np.float32(1), np.array(1.0), np.zeros(0), np.ones((1,) * 7)],
+    "array": [*TEXT, None, 1.0, [0.5], np.float32(1), np.array(1.0), np.zeros(0), np.ones((1,) * 7), RAGGED],
     "array or none": [*TEXT, 1.0, [0.5], np.array(1.0), np.zeros(0), np.ones((1,) * 7)],
     "per head or none": [*TEXT, 1.0, [0.5], [[0.5], [1.0, 2.0]], np.ones(5), np.ones(4, complex), np.ones(4, bool), ["1"] * 4, [None] * 4],
     "integers": [*TEXT, None, 1, [0.5], np.array(1), np.ones((1, 1, 1), int), [True, False], [[1], [1, 2]], ["1"]],
@@ -313,3 +316,14 @@ def test_a_cache_refuses(name: str, argument: str, kind: str, known: bool) -> No
     for bad in KINDS[kind]:
         given = {**good, **({"step": step} if name in ("write", "attend") else {}), argument: bad}
         refused(getattr(cache, name), given, argument, lambda: (cache.pool.tobytes(), cache._begun))
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize(
+    "make",
+    [allocator, lambda: cupaged.BlockPool(4), lambda: cupaged.KVCache(**CACHE, num_blocks=6, device="cpu")],
+    ids=["BlockAllocator", "BlockPool", "KVCache"],
+)
+def test_what_a_copy_would_tear_apart_cannot_be_copied(make: Callable[[], Any], take: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=f"a {type(make()).__name__} cannot be copied or pickled"):
+        take(make())

@@ -344,6 +344,8 @@ def test_empty_states_merge_to_an_empty_state(device: Device) -> None:
     outs[1], lses[1] = 2.5, -3.0
     out, lse = device.merge_states(outs, lses)
     assert (out == 2.5).all() and (lse == -3.0).all(), "(0, -inf) is the identity"
+    out, lse = device.merge_states(outs[..., :0], lses)
+    assert out.shape == (2, 2, 0) and (lse == -3.0).all()
 
 
 def test_sinks_take_weight_once_and_lse_excludes_them(device: Device, rng: np.random.Generator) -> None:

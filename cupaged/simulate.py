@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval", type=_above_zero, default=0.05, metavar="SECONDS", help="time of a decode step (default: 0.05)"
     )
     parser.add_argument("--rate", type=_above_zero, metavar="R", help="requests a second of a built-in workload")
-    parser.add_argument("--seed", type=int, default=0, help="of built-in workloads and of beams (default: 0)")
+    parser.add_argument("--seed", type=_not_negative, default=0, help="of built-in workloads and of beams (default: 0)")
     parser.add_argument(
         "--policies",
         nargs="+",
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         if pool < SMALLEST_POOL:
             raise ValueError(f"--pool: expected at least {SMALLEST_POOL} slots, one of the largest blocks, got {pool}")
         names = args.policies or policies.default(trace)
+        if not args.out.name:
+            raise ValueError(f"--out: expected the name of a file without its ending, got {str(args.out)!r}")
         args.out.parent.mkdir(parents=True, exist_ok=True)  # found out now, not after minutes
         memories = {name: policies.make(name, pool, max_length, trace, args.seed) for name in names}
     except (OSError, ValueError) as error:
@@ -188,6 +190,12 @@ class _Progress:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+    return int(text)
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text}")
     return int(text)
 
 

@@ -95,6 +95,7 @@ def test_a_trace_that_is_not_there_is_one_line_and_status_2(capsys: pytest.Captu
         (["--policies", "prefix-cache"], "a prefix cache needs a trace with hash ids"),
         (["--pool", "127"], "expected at least 128 slots"),
         (["--out", f"{__file__}/folder/figures"], "Not a directory"),
+        (["--out", ""], "--out: expected the name of a file"),
     ],
 )
 def test_what_cannot_be_studied_is_one_line_and_status_2(
@@ -113,6 +114,7 @@ def test_what_cannot_be_studied_is_one_line_and_status_2(
         ("--interval", "0"),
         ("--interval", "nan"),
         ("--rate", "x"),
+        ("--seed", "-1"),
         ("--geometry", "1,2"),
     ],
 )

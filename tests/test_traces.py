@@ -27,13 +27,13 @@ def test_azure_traces_are_read_in_order_of_arrival(tmp_path: Path) -> None:
 def test_mooncake_traces_keep_the_hashes_of_their_prompts(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     rows = [
-        {"timestamp": 500, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]},
-        {"timestamp": 2500, "input_length": 512, "output_length": 9, "hash_ids": [3]},
+        {"timestamp": 500, "input_length": 600, "output_length": 7, "hash_ids": [2**70, 4]},
+        {"timestamp": 2500, "input_length": 512, "output_length": 9, "hash_ids": [2**70]},
     ]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     trace = traces.read(path)
-    assert trace.arrivals.tolist() == [0, 2] and trace.prefixes == ((3, 4), (3,))
-    assert trace.first(1).prefixes == ((3, 4),) and trace.at_once().arrivals.tolist() == [0, 0]
+    assert trace.arrivals.tolist() == [0, 2] and trace.prefixes == ((0, 1), (0,))
+    assert trace.first(1).prefixes == ((0, 1),) and trace.at_once().arrivals.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,23 @@ def test_mooncake_traces_keep_the_hashes_of_their_prompts(tmp_path: Path) -> Non
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 5}\n', "a.jsonl, line 1: KeyError 'output_length'"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [1, 2]}\n', "got 2 for 5"),
+        (
+            "a.jsonl",
+            '{"timestamp": NaN, "input_length": 5, "output_length": 5}\n',
+            "line 1: expected a finite time, got nan",
+        ),
+        ("a.jsonl", '{"timestamp": 1, "input_length": 1e999, "output_length": 5}\n', "a.jsonl, line 1: OverflowError"),
+        (
+            "a.jsonl",
+            '{"timestamp": 1, "input_length": 5, "output_length": 5}\n'
+            '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [1]}\n',
+            "line 2: expected hash_ids in every line",
+        ),
+        ("a.csv", "\udcff", "a.csv: expected text in UTF-8"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(ValueError) as error:
         traces.read(tmp_path / name)
     assert message in str(error.value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,7 +38,8 @@ class Trace:
     arrivals: FloatArray  # [n] seconds after the first one
     prompts: IntArray  # [n] tokens, at least 1
     outputs: IntArray  # [n] tokens, at least 1
-    prefixes: tuple[tuple[int, ...], ...] | None = None  # [n] hash ids of each prompt, where the trace has them
+    # [n] hash ids of each prompt, where the trace has them, numbered as they come
+    prefixes: tuple[tuple[int, ...], ...] | None = None
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -76,13 +78,21 @@ class Trace:
 
 def read(path: Path) -> Trace:
     """Read an Azure CSV file or, by the ending .jsonl, a Mooncake file. Raises ValueError naming the line that is wrong."""
-    rows = _mooncake(path) if path.suffix == ".jsonl" else _azure(path)
-    arrivals, prompts, outputs, prefixes = [], [], [], []
+    try:
+        rows = list(_mooncake(path) if path.suffix == ".jsonl" else _azure(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8 ({error})") from None
+    arrivals, prompts, outputs = [], [], []
+    prefixes: list[tuple[int, ...] | None] = []
     for line, (arrival, prompt, output, hash_ids) in rows:
         if prompt < 1 or output < 0:
             raise ValueError(
                 f"{path}, line {line}: expected a prompt of at least 1 token, got {prompt} and {output} generated"
             )
+        if not math.isfinite(arrival):
+            raise ValueError(f"{path}, line {line}: expected a finite time, got {arrival}")
+        if prefixes and (hash_ids is None) != (prefixes[0] is None):
+            raise ValueError(f"{path}, line {line}: expected hash_ids in every line or in none")
         if hash_ids is not None and len(hash_ids) != -(-prompt // HASHED_TOKENS):
             raise ValueError(
                 f"{path}, line {line}: expected one hash id for every {HASHED_TOKENS} prompt tokens, got {len(hash_ids)} for {prompt}"
@@ -118,15 +128,18 @@ def _azure(path: Path) -> Iterator[tuple[int, _Row]]:
 
 
 def _mooncake(path: Path) -> Iterator[tuple[int, _Row]]:
+    numbers: dict[object, int] = {}  # of the hash ids, which may be of any size
     with path.open(encoding="utf-8") as file:
         for line, text in enumerate(file, 1):
             if not text.strip():
                 continue
             try:
                 row = json.loads(text)
-                hash_ids = tuple(row["hash_ids"]) if "hash_ids" in row else None
+                hash_ids = None
+                if "hash_ids" in row:
+                    hash_ids = tuple(numbers.setdefault(each, len(numbers)) for each in row["hash_ids"])
                 parsed = row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), hash_ids
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
                 raise ValueError(f"{path}, line {line}: {type(error).__name__} {error}") from None
             yield line, parsed
 

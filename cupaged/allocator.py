@@ -19,7 +19,7 @@ import numpy.typing as npt
 from .arguments import counts_of, flag, integer, integers, listed, new_requests, new_tokens, number
 from .array_types import Ints, Tokens
 from .block_pool import BlockPool
-from .commit import commit
+from .commit import Commits, open_tokens
 from .companions import Companions
 from .errors import OutOfBlocks, refuse_copies
 from .groups import Group, checked
@@ -94,18 +94,16 @@ class BlockAllocator:
         self._steps = StepMaker(self._requests, self.pool, per)
         record_events = flag(record_events, "record_events")
         self._cache: PrefixCache | None = None
+        self._prompts: Prompts | None = None
+        self._commits: Commits | None = None
         if flag(prefix_caching, "prefix_caching"):
             self._cache = PrefixCache(self.pool, self.block_size, record_events)
-        self._companions: Companions | None = None
-        if self._cache and (len(self.groups) > 1 or self.groups[0].limited):
-            self._companions = Companions(self._cache, self.groups)
-        self._prompts: Prompts | None = None
-        if self._cache:
-            self._prompts = Prompts(self._requests, self.pool, self._cache, self._companions, self._steps)
+            if len(self.groups) > 1 or self.groups[0].limited:
+                self._cache.companions = Companions(self._cache, self.groups)
+            self._commits = Commits(self._requests, self.pool, self._cache)
+            self._prompts = Prompts(self._requests, self.pool, self._cache, self._steps)
         self._growth = Growth(self._requests, self.pool, self._cache, self._steps)
-        self._preemption = Preemption(
-            self._requests, self.pool, self._cache, self._companions, self._steps, host_blocks
-        )
+        self._preemption = Preemption(self._requests, self.pool, self._cache, self._steps, host_blocks)
 
     __reduce_ex__ = refuse_copies
 
@@ -297,7 +295,11 @@ class BlockAllocator:
         Raises ValueError, with nothing changed, for more tokens than there are, and for tokens that differ from those which another
         request committed in a block that both hold. Without prefix caching it only checks its arguments.
         """
-        commit(self._requests, self.pool, self._cache, self._companions, self._requests.select(ids, rows), token_ids)
+        selected = self._requests.select(ids, rows)
+        if self._commits:
+            self._commits.commit(selected, token_ids)
+        else:
+            open_tokens(self._requests, selected, token_ids)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content, as when weights change; what running requests hold is never found again either."""
@@ -439,7 +441,7 @@ class BlockAllocator:
 
     def check(self) -> None:
         """Verify every invariant of tables, lengths, references and free queue; raises AssertionError that says what broke."""
-        check(self._requests, self.pool, self._cache, self._companions, self._preemption)
+        check(self._requests, self.pool, self._cache, self._preemption)
 
     # ---- inside ----
 

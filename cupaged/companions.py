@@ -30,7 +30,6 @@ class Companions:
                 "add one, or leave prefix_caching off"
             )
         self.anchor = full[0]
-        cache.companions = True
         self.others = [g for g in range(len(groups)) if g != self.anchor]
 
     def parents(self, group: int, anchors: Ints) -> Ints:

@@ -13,9 +13,7 @@ from .prefix_cache import PrefixCache
 from .rows import Rows
 
 
-def check(
-    requests: Rows, pool: BlockPool, cache: PrefixCache | None, companions: Companions | None, preemption: Preemption
-) -> None:
+def check(requests: Rows, pool: BlockPool, cache: PrefixCache | None, preemption: Preemption) -> None:
     """Raises AssertionError that says what broke."""
     pool.check()
     live = np.array(sorted(requests.row_of.values()), np.int64)
@@ -51,12 +49,12 @@ def check(
     preemption.check()
     if cache:
         cache.check()
-        _check_tokens(requests, cache, companions, live)
+        _check_tokens(requests, cache, live)
 
 
-def _check_tokens(requests: Rows, cache: PrefixCache, companions: Companions | None, rows: Ints) -> None:
+def _check_tokens(requests: Rows, cache: PrefixCache, rows: Ints) -> None:
     """Raises AssertionError unless every committed full block of `rows` has the identity that its place gives it."""
-    size, tables = requests.block_size, requests.groups[companions.anchor if companions else 0].tables
+    size, tables = requests.block_size, requests.groups[cache.anchor].tables
     for row in rows.tolist():
         known, length = int(requests.known[row]), int(requests.lengths[row])
         require(0 <= known <= length, "row {} has {} committed tokens of {}", row, known, length)
@@ -78,8 +76,8 @@ def _check_tokens(requests: Rows, cache: PrefixCache, companions: Companions | N
                 cache.serial[block] > 0, "row {}: block {} in column {} is full and has no identity", row, block, column
             )
             require(cache.parent[block] == above, "row {}: block {} does not continue the block before it", row, block)
-            if companions:
-                _check_beside(requests, cache, companions, row, column, block)
+            if cache.companions:
+                _check_beside(requests, cache, cache.companions, row, column, block)
 
 
 def _check_beside(

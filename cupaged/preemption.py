@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .adopt import adopt
+from .adopt import Adoption
 from .arguments import flag
 from .array_types import Blocks, Flags, Ints
 from .block_pool import BlockPool
-from .companions import Companions
 from .errors import OutOfBlocks, require
 from .prefix_cache import PrefixCache
 from .prefix_match import find, match
@@ -52,12 +51,11 @@ class Preemption:
         requests: Rows,
         pool: BlockPool,
         cache: PrefixCache | None,
-        companions: Companions | None,
         steps: StepMaker,
         host_blocks: int,
     ) -> None:
-        self._requests, self._device, self._cache, self._companions = requests, pool, cache, companions
-        self._groups, self._steps = requests.groups, steps
+        self._requests, self._device, self._cache, self._steps = requests, pool, cache, steps
+        self._groups = requests.groups
         self.pool = BlockPool(host_blocks)
         self.swapped_out = self.swapped_in = 0  # blocks of all steps
         self._host_tables: dict[int, Blocks] = {}  # host blocks of each evicted row, group after group
@@ -160,18 +158,19 @@ class Preemption:
         Returns the columns from the first to before the second of which had identities and may need new ones.
         """
         assert self._cache
-        anchor = tables[self._companions.anchor if self._companions else 0]
+        anchor = tables[self._cache.anchor]
         named = self._named.take(anchor)
         known = len(named) if named.all() else int(named.argmin())
         words = self._tokens.take(anchor[:known], 0)
         found, _, _ = match(self._cache, int(self._requests.root[row]), words.reshape(-1), words.size, gone)
         place[anchor[: len(found)]] = found
-        if not self._companions:
+        companions = self._cache.companions
+        if not companions:
             return len(found), known
-        for g in self._companions.others:
+        for g in companions.others:
             columns = np.arange(begins[g], len(found))
             beside = find(
-                self._cache, self._companions.parents(g, found.take(columns)), columns, words.take(columns, 0), gone
+                self._cache, companions.parents(g, found.take(columns)), columns, words.take(columns, 0), gone
             )
             place[tables[g][: len(columns)]] = beside
         return 0, known
@@ -207,7 +206,7 @@ class Preemption:
             lost = (plan.first < plan.stop).nonzero()[0]
             if len(lost):
                 first, stop = plan.first.take(lost), plan.stop.take(lost)
-                adopt(requests, device, self._cache, self._companions, rows.take(lost), first, stop, replace=False)
+                Adoption(requests, device, self._cache).adopt(rows.take(lost), first, stop, replace=False)
         steps[0].swap_in = np.stack((moved, taken), 1)
         self.swapped_in += len(taken)
         none = np.zeros_like(plan.lengths)  # no request had a block before, and none gets a token

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from .block_tokens import BlockTokens
 from .hash_index import HashIndex, Homes
 from .roots import Roots
 from .siblings import Siblings
+
+if TYPE_CHECKING:
+    from .companions import Companions
 
 _NONE: Ints = np.zeros(0, np.int64)
 
@@ -55,9 +59,14 @@ class PrefixCache:
         self.roots = Roots()
         self._next = 1
         self.events: list[CacheEvent] | None = [] if record_events else None
-        self.companions = False  # whether there are groups beside the one that has the chain
+        self.companions: Companions | None = None  # of groups beside the one that has the chain
         self.queried_tokens = self.hit_tokens = 0
         pool.track(self.serial, self.forget)
+
+    @property
+    def anchor(self) -> int:
+        """The group whose blocks have the chain."""
+        return self.companions.anchor if self.companions else 0
 
     def root(self, extra_key: Hashable | Mapping[str, Hashable], held: Ints) -> int:
         """Number of the root of `extra_key`, a new one if there is none. `held [n]` are roots of requests, which must stay."""

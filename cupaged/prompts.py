@@ -11,7 +11,6 @@ import numpy as np
 
 from .array_types import Ints, Tokens
 from .block_pool import BlockPool
-from .companions import Companions
 from .errors import OutOfBlocks
 from .prefix_cache import PrefixCache
 from .prefix_match import match
@@ -38,11 +37,8 @@ class Attachment:
 class Prompts:
     """Finds prompts in the cache, and gives what was found to new rows of `requests`."""
 
-    def __init__(
-        self, requests: Rows, pool: BlockPool, cache: PrefixCache, companions: Companions | None, steps: StepMaker
-    ) -> None:
-        self._requests, self._pool, self._steps = requests, pool, steps
-        self._cache, self._companions = cache, companions
+    def __init__(self, requests: Rows, pool: BlockPool, cache: PrefixCache, steps: StepMaker) -> None:
+        self._requests, self._pool, self._cache, self._steps = requests, pool, cache, steps
 
     def find(self, root: int, tokens: Tokens, n: int, reserve: int, rehearsal: Rehearsal | None = None) -> Attachment:
         """What a new request of `tokens` can have from the cache when up to `n` others get slots; changes nothing.
@@ -54,8 +50,8 @@ class Prompts:
         gone = rehearsal.gone if rehearsal else None
         matched, source, common = match(cache, root, tokens, most, gone)
         hits, columns = [matched], len(matched)
-        if self._companions:  # no other group can go on in the middle of a block
-            (hits, columns), source = self._companions.serve(matched, tokens, gone), -1
+        if cache.companions:  # no other group can go on in the middle of a block
+            (hits, columns), source = cache.companions.serve(matched, tokens, gone), -1
         if not n:
             source = -1  # a copy takes a block, and without new tokens none is taken
         while True:

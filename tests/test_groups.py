@@ -153,7 +153,7 @@ def test_a_prompt_is_found_up_to_where_every_group_has_what_the_next_token_sees(
     assert alloc._cache.serial[lost].tolist() == [0]
     # token 18 and token 16 would see the block of 14 and 15, token 14 sees 11 to 14
     chain = match(alloc._cache, alloc._cache.roots.find(None), tokens, 19)[0]
-    served, columns = alloc._companions.serve(chain, tokens)
+    served, columns = alloc._cache.companions.serve(chain, tokens)
     assert columns == 7 and [len(hits) for hits in served] == [7, 2]
 
 

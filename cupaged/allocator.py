@@ -437,7 +437,7 @@ class BlockAllocator:
 
         Call it when the event after `cache.begin(step)` on the other stream has happened. Raises ValueError when the step holds nothing.
         """
-        self._preemption.release(step)
+        self._preemption.held.release(step)
 
     def check(self) -> None:
         """Verify every invariant of tables, lengths, references and free queue; raises AssertionError that says what broke."""
@@ -463,7 +463,7 @@ class BlockAllocator:
 
     def _length(self, row: int) -> int:
         length = int(self._requests.lengths[row])
-        return length if length >= 0 else self._preemption.length(row)
+        return length if length >= 0 else self._preemption.host_tables[row].length
 
     def _tables_of(self, group: int) -> BlockTables:
         if not isinstance(group, (int, np.integer)) or not 0 <= group < len(self.groups):

@@ -23,7 +23,7 @@ _NO_COPYING = (_NONE, _NONE)
 
 
 @dataclass(slots=True)
-class Plan:
+class GrowthPlan:
     """What an extension needs. `growing` and the first of `copying` are positions in the batch."""
 
     column: Ints  # [n] column of the first new token
@@ -57,7 +57,7 @@ class Growth:
         single = len(self._groups) == 1 and not self._limited
         self._decode = DecodeStep(requests, pool) if single else None
 
-    def plan(self, rows: Ints, lengths: Ints, counts: Ints | None) -> Plan:
+    def plan(self, rows: Ints, lengths: Ints, counts: Ints | None) -> GrowthPlan:
         """What `extend` will do; changes nothing."""
         column = lengths // self.block_size  # of the first new token
         if counts is None:
@@ -72,7 +72,7 @@ class Growth:
             grown = fresh.take(growing)
             num_blocks = int(grown.sum())
         num_blocks *= len(self._groups)
-        plan = Plan(column, total, growing, have.take(growing), grown, self._no_copying, None, num_blocks)
+        plan = GrowthPlan(column, total, growing, have.take(growing), grown, self._no_copying, None, num_blocks)
         if self._limited:
             plan.leaving = find_leaving(self._groups, self._pool, rows, lengths, counts)
         if self._pool.sharing:
@@ -81,12 +81,12 @@ class Growth:
             plan.num_blocks += sum(len(at) for at, _ in plan.copying)
         return plan
 
-    def _writing(self, plan: Plan, lengths: Ints) -> Ints:
+    def _writing(self, plan: GrowthPlan, lengths: Ints) -> Ints:
         """Sequences whose first new token goes into a block that is partly filled."""
         writing: Ints = ((plan.column * self.block_size != lengths) & (plan.total > lengths)).nonzero()[0]
         return writing
 
-    def _copying(self, tables: BlockTables, plan: Plan, rows: Ints, writing: Ints) -> tuple[Ints, Ints]:
+    def _copying(self, tables: BlockTables, plan: GrowthPlan, rows: Ints, writing: Ints) -> tuple[Ints, Ints]:
         """Of the sequences `writing` into their last block those whose block stays with others, and the blocks."""
         tails = tables.at(rows.take(writing), plan.column.take(writing))
         references = self._pool.ref_count.take(tails)
@@ -141,7 +141,7 @@ class Growth:
         requests.lengths[rows] = plan.total
         return self._steps.finish(steps, lengths, counts, plan.total, [at for at, _ in plan.copying])
 
-    def rehearse(self, rehearsal: Rehearsal, plan: Plan, rows: Ints, lengths: Ints) -> None:
+    def rehearse(self, rehearsal: Rehearsal, plan: GrowthPlan, rows: Ints, lengths: Ints) -> None:
         """Note what `extend`, of which this is the plan, would do."""
         if plan.leaving:
             named = self._cache.serial.take(plan.leaving.blocks) > 0 if self._cache else np.zeros(0, np.bool_)
@@ -152,7 +152,7 @@ class Growth:
             in_place = np.setdiff1d(writing, copying)
             rehearsal.gone[tables.at(rows[in_place], plan.column[in_place])] = True
 
-    def _share(self, plan: Plan, blocks: Blocks, n: int, g: int) -> Blocks:
+    def _share(self, plan: GrowthPlan, blocks: Blocks, n: int, g: int) -> Blocks:
         """Those of the blocks taken that go to group `g`, row after row."""
         if len(self._groups) == 1:
             return blocks
@@ -164,7 +164,9 @@ class Growth:
         share: Blocks = blocks[group_of == g]
         return share
 
-    def _fill(self, tables: BlockTables, step: Step, plan: Plan, copying: tuple[Ints, Ints], blocks: Blocks) -> None:
+    def _fill(
+        self, tables: BlockTables, step: Step, plan: GrowthPlan, copying: tuple[Ints, Ints], blocks: Blocks
+    ) -> None:
         """Map a group's `blocks`: copies of shared tails, and new columns."""
         if len(copying[0]):
             blocks = self._copy_on_write(tables, step, plan, *copying, blocks)
@@ -176,7 +178,7 @@ class Growth:
             step.block_tables.reshape(-1)[growing * step.block_tables.shape[1] + column] = blocks
 
     def _copy_on_write(
-        self, tables: BlockTables, step: Step, plan: Plan, copying: Ints, sources: Ints, blocks: Blocks
+        self, tables: BlockTables, step: Step, plan: GrowthPlan, copying: Ints, sources: Ints, blocks: Blocks
     ) -> Blocks:
         """Replace the shared tails; returns the blocks that are left for growth."""
         needs = np.zeros(len(step.rows), np.int64)

@@ -24,7 +24,7 @@ def check(requests: Rows, pool: BlockPool, cache: PrefixCache | None, preemption
         requests.lengths,
         live,
     )
-    held = preemption.held(pool)
+    held = preemption.held.references(pool)
     for g, tables in enumerate(requests.groups):
         columns = np.arange(tables.tables.shape[1])
         mapped = columns < tables.columns(np.maximum(requests.lengths, 0))[:, None]

@@ -18,6 +18,7 @@ from .arguments import flag
 from .array_types import Blocks, Flags, Ints
 from .block_pool import BlockPool
 from .errors import OutOfBlocks, require
+from .held_swaps import HeldSwaps
 from .prefix_cache import PrefixCache
 from .prefix_match import find, match
 from .rehearsal import Rehearsal
@@ -30,7 +31,16 @@ _HINT = "free evicted requests, or make the host pool larger (host_blocks)"
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class HostTables:
+    """Where the content of an evicted request is."""
+
+    blocks: Blocks  # host blocks, group after group
+    begins: list[int]  # first mapped column of each group's table
+    length: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
     """What evicted requests need to come back. Their tables are laid end to end; `m` is the sum of their mapped columns."""
 
     host: Blocks  # [m] host blocks
@@ -47,23 +57,14 @@ class Preemption:
     """Host blocks, and the tables of evicted requests, which name them. Arguments `rows [n]` were checked by the caller."""
 
     def __init__(
-        self,
-        requests: Rows,
-        pool: BlockPool,
-        cache: PrefixCache | None,
-        steps: StepMaker,
-        host_blocks: int,
+        self, requests: Rows, pool: BlockPool, cache: PrefixCache | None, steps: StepMaker, host_blocks: int
     ) -> None:
         self._requests, self._device, self._cache, self._steps = requests, pool, cache, steps
         self._groups = requests.groups
         self.pool = BlockPool(host_blocks)
         self.swapped_out = self.swapped_in = 0  # blocks of all steps
-        self._host_tables: dict[int, Blocks] = {}  # host blocks of each evicted row, group after group
-        self._begins: dict[int, list[int]] = {}  # first mapped column of each evicted row, for each group
-        self._lengths: dict[int, int] = {}
-        self._held: dict[
-            int, tuple[BlockPool, Blocks | Ints, Ints]
-        ] = {}  # by step: sources of its swaps, so many of each table
+        self.host_tables: dict[int, HostTables] = {}  # by row
+        self.held = HeldSwaps()
         known = host_blocks if cache else 0
         self._tokens = np.zeros((known, requests.block_size), np.int32)  # of each host block, as in the prefix cache
         self._filled = np.zeros(known, np.int32)
@@ -77,12 +78,6 @@ class Preemption:
             name = self._requests.names[selected[np.argmax(present)]]
             raise ValueError(f"request {name!r} is not evicted; restore takes what `evict` sent away")
         return selected
-
-    def length(self, row: int) -> int:
-        """Tokens of an evicted request."""
-        return self._lengths[row]
-
-    # ---- out ----
 
     def evict(self, rows: Ints, hold: bool) -> Step:
         """Send the blocks of `rows` to host blocks. All or nothing: raises OutOfBlocks when too few of those are free."""
@@ -113,11 +108,11 @@ class Preemption:
             self._tokens[host] = self._cache.tokens.ids.take(leaving, 0)
             self._filled[host] = self._cache.tokens.filled.take(leaving)
             self._named[host] = self._cache.serial.take(leaving) > 0
-        self._lengths.update(zip(rows.tolist(), lengths.tolist(), strict=True))
-        self._host_tables.update(
-            zip(rows.tolist(), _split(table, sizes.reshape(-1, len(self._groups)).sum(1)), strict=True)
+        ends = sizes.reshape(-1, len(self._groups)).sum(1).cumsum()
+        tables = np.split(table, ends)[:-1]
+        self.host_tables.update(
+            zip(rows.tolist(), map(HostTables, tables, np.stack(begins, 1).tolist(), lengths.tolist()), strict=True)
         )
-        self._begins.update(zip(rows.tolist(), np.stack(begins, 1).tolist(), strict=True))
         none = np.zeros_like(lengths)
         steps[0].swap_out = np.stack((leaving, host), 1).astype(np.int32)
         self.swapped_out += len(host)
@@ -125,32 +120,30 @@ class Preemption:
         requests.suspend(rows)
         step = self._steps.finish(steps, none, none, none)
         if hold:
-            self._hold(step, device, leaving, first, sizes)
+            self.held.hold(step, device, leaving, first, sizes)
         device.release(*released)
         return step
-
-    # ---- in ----
 
     def rehearse(self, rehearsal: Rehearsal, rows: Ints) -> None:
         """Note what `restore` would do."""
         plan = self._plan(rows, rehearsal.gone)
         rehearsal.take(int(np.count_nonzero(plan.fresh)), plan.cached[plan.cached >= 0])
 
-    def _plan(self, rows: Ints, gone: Flags | None = None) -> Return:
-        tables = [self._host_tables[row] for row in rows.tolist()]
-        host = np.concatenate(tables) if tables else np.zeros(0, np.int32)
-        lengths = np.array([self._lengths[row] for row in rows.tolist()], np.int64)
-        begins = np.array([self._begins[row] for row in rows.tolist()], np.int64).reshape(-1, len(self._groups))
+    def _plan(self, rows: Ints, gone: Flags | None = None) -> RestorePlan:
+        away = [self.host_tables[row] for row in rows.tolist()]
+        host = np.concatenate([np.zeros(0, np.int32), *(tables.blocks for tables in away)])
+        lengths = np.array([tables.length for tables in away], np.int64)
+        begins = np.array([tables.begins for tables in away], np.int64).reshape(-1, len(self._groups))
         sizes = self._groups[0].columns(lengths)[:, None] - begins
         first, stop = np.zeros_like(lengths), np.zeros_like(lengths)
         place = np.full(self.pool.num_blocks, -1, np.int64)
         if self._cache:
             for i, row in enumerate(rows.tolist()):
-                parts = np.split(tables[i], sizes[i].cumsum()[:-1])
+                parts = np.split(away[i].blocks, sizes[i].cumsum()[:-1])
                 first[i], stop[i] = self._find(row, parts, begins[i], place, gone)
         cached = place.take(host)
         fresh = self.pool.last_of_each(host[::-1])[::-1] & (cached < 0)
-        return Return(host, begins, sizes, lengths, cached, fresh, first, stop)
+        return RestorePlan(host, begins, sizes, lengths, cached, fresh, first, stop)
 
     def _find(self, row: int, tables: list[Blocks], begins: Ints, place: Ints, gone: Flags | None) -> tuple[int, int]:
         """Look for the content of a row's host blocks in the cache, and note in `place` what has it.
@@ -212,15 +205,13 @@ class Preemption:
         none = np.zeros_like(plan.lengths)  # no request had a block before, and none gets a token
         step = self._steps.finish(steps, none, none, plan.lengths)
         if hold:
-            self._hold(step, self.pool, moved, plan.fresh, sizes)
+            self.held.hold(step, self.pool, moved, plan.fresh, sizes)
         self.free(rows)
         return step
 
     def free(self, rows: Ints) -> None:
         """Forget the host blocks of `rows`."""
-        tables = [self._host_tables.pop(row) for row in rows.tolist()]
-        for row in rows.tolist():
-            del self._lengths[row], self._begins[row]
+        tables = [self.host_tables.pop(row).blocks for row in rows.tolist()]
         if tables:
             self.pool.release(np.concatenate(tables), np.array([len(table) for table in tables]))
 
@@ -228,48 +219,19 @@ class Preemption:
         """No host block has an identity any more."""
         self._named.fill(False)
 
-    # ---- swaps on another stream ----
-
-    def _hold(self, step: Step, pool: BlockPool, sources: Blocks | Ints, first: Flags, sizes: Ints) -> None:
-        """Keep `sources`, which stand where `first` says in the tables laid end to end, until `release` of this step."""
-        pool.acquire(sources)
-        owners = np.repeat(np.arange(len(sizes)), sizes)[first]
-        self._held[step.serial] = pool, sources, np.bincount(owners, minlength=len(sizes))
-
-    def release(self, step: Step) -> None:
-        """Let go of what `hold=True` kept of a step; raises ValueError when it keeps nothing, TypeError for what is no step."""
-        if not isinstance(step, Step):
-            raise TypeError(f"step: expected the step that evict or restore gave, got {step!r}")
-        if step.serial not in self._held:
-            raise ValueError(
-                f"step: number {step.serial} holds no blocks; release a step of evict or restore with hold=True, once"
-            )
-        pool, blocks, counts = self._held.pop(step.serial)
-        pool.release(blocks, counts)
-
-    def held(self, pool: BlockPool) -> Ints:
-        """References `[num_blocks]` that steps hold."""
-        blocks = [blocks for of, blocks, _ in self._held.values() if of is pool]
-        return np.bincount(np.concatenate([np.zeros(0, np.int32), *blocks]), minlength=pool.num_blocks)
-
     def check(self) -> None:
         """Verify the host side; raises AssertionError that says what broke."""
         self.pool.check()
         requests = self._requests
         rows = sorted(requests.evicted.values())
-        require(
-            rows == sorted(self._host_tables) == sorted(self._lengths),
-            "evicted rows {} have tables {}",
-            rows,
-            self._host_tables,
-        )
-        counted = self.held(self.pool)
+        require(rows == sorted(self.host_tables), "evicted rows {} have tables {}", rows, self.host_tables)
+        counted = self.held.references(self.pool)
         for name, row in requests.evicted.items():
-            table, length = self._host_tables[row], self._lengths[row]
+            table, length = self.host_tables[row].blocks, self.host_tables[row].length
             require(
                 requests.names[row] == name and name not in requests.row_of, "row {} is not that of {!r}", row, name
             )
-            columns = -(-length // requests.block_size) * len(self._groups) - sum(self._begins[row])
+            columns = -(-length // requests.block_size) * len(self._groups) - sum(self.host_tables[row].begins)
             require(len(table) == columns, "evicted row {}: {} tokens in blocks {}", row, length, table)
             require(len(np.unique(table)) == len(table), "evicted row {} holds a host block twice: {}", row, table)
             np.add.at(counted, table, 1)
@@ -284,7 +246,3 @@ class Preemption:
             require(
                 np.all(self._filled[used] == requests.block_size), "a host block with identity is not full: {}", used
             )
-
-
-def _split(table: Blocks, columns: Ints) -> list[Blocks]:
-    return np.split(table, columns.cumsum()[:-1]) if len(columns) else []

@@ -25,7 +25,9 @@ def observe(alloc: BlockAllocator) -> dict[str, Any]:
         "evicted": alloc.evicted,
         "host_free": alloc.host_pool.free().tolist(),
         "host_owners": alloc.host_pool.ref_count.tolist(),
-        "host_tables": [alloc._preemption._host_tables[row].tolist() for row in alloc.rows(alloc.evicted).tolist()],
+        "host_tables": [
+            alloc._preemption.host_tables[row].blocks.tolist() for row in alloc.rows(alloc.evicted).tolist()
+        ],
         "stats": {name: getattr(stats, name) for name in stats.__dataclass_fields__},
     }
 

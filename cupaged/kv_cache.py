@@ -27,6 +27,7 @@ from .errors import refuse_copies
 from .groups import Group, checked
 from .metadata import host_int32
 from .plan import Plan, PlanOptions
+from .repeated_layer import RepeatedLayer
 from .steps import Step
 
 _MOST_LAYERS = 2**16  # a number of blocks in the place of that of layers would fill all memory with names of layers
@@ -96,7 +97,7 @@ class KVCache:
         self._home: Any = nullcontext() if self._xp is np else self._xp.cuda.Device()  # where the pool will lie
         self._origin: int | None = None  # the allocator of all steps
         self._begun = 0  # serial of the newest step that began
-        self._known: dict[int, _Known] = {}  # by layer
+        self._repeated: dict[int, RepeatedLayer] = {}  # by layer
         # By group, of its last attention on a device: what steps are planned for.
         self._options: dict[int, PlanOptions] = {}
         self._step: Step | None = None  # the step that began last, and by group what the CPU backend keeps for it
@@ -217,7 +218,7 @@ class KVCache:
     ) -> None:
         """Store this step's new keys and values of one layer, `[num_tokens, num_kv_heads, head_dim]`."""
         unscaled = type(k_scale) is type(v_scale) is float and k_scale == v_scale == 1.0
-        known = self._known.get(layer) if type(layer) is int else None
+        known = self._repeated.get(layer) if type(layer) is int else None
         if unscaled and known is not None and known.write is not None:
             record = self._step_record(known.group, step)
             if known.write(known.pages, k, v, record.where):
@@ -236,7 +237,7 @@ class KVCache:
             raise ValueError(f"k: expected {len(slots)} rows, as many tokens as the step has, got {len(k)}")
         call = write_pages(k, v, pages, slots, k_scale=k_scale, v_scale=v_scale)
         if self._backend is not None and unscaled:
-            self._know(layer).repeat_write(self._backend.RepeatedWrite(call), self._known.values())
+            self._repeated_layer(layer).repeat_write(self._backend.RepeatedWrite(call), self._repeated.values())
 
     def attend(
         self, layer: int, q: Array, step: Step, *, k: Array | None = None, v: Array | None = None, **how: Any
@@ -246,12 +247,8 @@ class KVCache:
         `k` and `v`, both or none, are stored first, as `write` does: one call costs less than two. All that is wrong is found before.
         With groups `window` and `chunk` are those of the layer's group; raises ValueError for others.
         """
-        known = self._known.get(layer) if type(layer) is int else None
-        if (
-            known is not None
-            and known.attend is not None
-            and (not (how or known.options) or _alike(how, known.options))
-        ):
+        known = self._repeated.get(layer) if type(layer) is int else None
+        if known is not None and known.attend is not None and (not (how or known.options) or known.same_options(how)):
             record = self._step_records[known.group] if step is self._step else None
             if record is None:
                 record = self._step_record(known.group, step)
@@ -289,7 +286,7 @@ class KVCache:
             self._options[g] = call.form.options
         if self._backend is not None and call.lse is None and len(q) and cannot_change(*given.values()):
             made = self._backend.RepeatedAttention(call, *pages[:2])
-            self._know(layer).repeat_attention(made, given, self._known.values())
+            self._repeated_layer(layer).repeat_attention(made, given, self._repeated.values())
         return (call.out, call.lse) if how.get("return_lse") else call.out
 
     @cached_property
@@ -304,11 +301,11 @@ class KVCache:
         addresses: Array = self._backend.page_addresses([pages[:2] for pages in self._pages])
         return addresses
 
-    def _know(self, layer: int) -> _Known:
-        if layer not in self._known:
+    def _repeated_layer(self, layer: int) -> RepeatedLayer:
+        if layer not in self._repeated:
             pages = self._backend.address(self._addresses) + 16 * int(layer)
-            self._known[layer] = _Known(self._places[layer][0], pages)
-        return self._known[layer]
+            self._repeated[layer] = RepeatedLayer(self._places[layer][0], pages)
+        return self._repeated[layer]
 
     def _step_record(self, group: int, step: Step) -> Any:
         """What the CPU backend keeps of a step for all layers of a group. Raises RuntimeError for a step that has not begun."""
@@ -370,41 +367,6 @@ class KVCache:
     def _contiguous(self, blocks: Array, here: slice) -> Array:
         tokens = blocks.swapaxes(1, 2) if self.layout == "HND" else blocks
         return self._xp.ascontiguousarray(tokens.reshape(-1, self.num_kv_heads, self.head_dim)[here])
-
-
-class _Known:
-    """What the CPU backend repeats of one layer without checking it again."""
-
-    __slots__ = ("attend", "group", "options", "pages", "write", "written")
-
-    def __init__(self, group: int, pages: int) -> None:
-        self.group, self.pages = group, pages  # pages: where their addresses stand
-        self.options: dict[str, Any] = {}  # of the attention
-        self.attend: Any = None
-        self.write: Any = None
-        self.written = 0  # the address of the write's record, where it may come before the attention
-
-    def repeat_attention(self, made: Any, options: dict[str, Any], others: Iterable[_Known]) -> None:
-        self.attend, self.options = _shared(made.attend, (x.attend for x in others)), options
-        self._combine()
-
-    def repeat_write(self, made: Any, others: Iterable[_Known]) -> None:
-        self.write = _shared(made.write, (x.write for x in others))
-        self._combine()
-
-    def _combine(self) -> None:
-        unscaled = "k_scale" not in self.options and "v_scale" not in self.options
-        self.written = self.write.__self__.where if self.write is not None and unscaled else 0
-
-
-def _shared(made: Any, others: Iterable[Any]) -> Any:
-    """The method `made`, or that of an equal object among the others: what all layers use stays in the caches."""
-    return next((x for x in others if x is not None and x.__self__.same(made.__self__)), made)
-
-
-def _alike(how: dict[str, Any], earlier: dict[str, Any]) -> bool:
-    """Whether the same options were given: the same objects, since 1 == True."""
-    return len(how) == len(earlier) and all(earlier.get(name, how) is x for name, x in how.items())
 
 
 def _check_step(step: Any) -> None:

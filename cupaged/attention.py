@@ -11,7 +11,7 @@ import numpy as np
 
 from .arguments import flag
 from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, empty_beside, is_cupy, pages_view
-from .backends import backend_of as backend_of  # tests and `classic` find it here
+from .backends import backend_of
 from .call_form import Form, RepeatedCall, call_form, cannot_change, check_results
 from .checks import (
     check_apart,
@@ -122,18 +122,16 @@ def paged_attention(
     run_attention(call)
     options = layout, kv_dtype, scale, causal, window, chunk, softcap, num_splits, share_prefix, k_scale, v_scale
     if plain and plan is not None and len(q) and cannot_change(*options):
-        _repeat(call, given, options)
+        _repeat(call, plan, given, options)
     return (call.out, call.lse) if return_lse else call.out
 
 
-def _repeat(call: Attention, caches: tuple[Array, Array], options: tuple[Any, ...]) -> None:
+def _repeat(call: Attention, plan: Plan, caches: tuple[Array, Array], options: tuple[Any, ...]) -> None:
     """Let the next call with the same plan and options be taken as checked, where the backend can."""
-    backend, plan = backend_of(call.q), call.plan
-    if (
-        plan is None
-        or not hasattr(backend, "RepeatedAttention")
-        or any(type(x) is not np.ndarray for x in (call.q, call.out, *caches))
-    ):
+    backend = backend_of(call.q)
+    if not hasattr(backend, "RepeatedAttention"):
+        return
+    if any(type(x) is not np.ndarray for x in (call.q, call.out, *caches)):
         return
     attention = call.form.made.get("repeated")
     if attention is None:

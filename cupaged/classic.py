@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, reference
+from . import reference
 from .arguments import choice, finite, integer
 from .arrays import DTYPES, FP8_DTYPES, Array, as_array, is_cupy
+from .backends import backend_of
 from .checks import check_apart, check_caches, check_result, check_rows, per_head, scales
 from .metadata import check_given, device_metadata, host_metadata
 
@@ -213,7 +214,7 @@ def _run(
         scales(k_scale, "k_scale", num_kv_heads, query), scales(v_scale, "v_scale", num_kv_heads, query), kv_dtype, sparse, out, partials,
     )  # fmt: skip
     if num_seqs:
-        on_device: Any = getattr(attention.backend_of(query, classic=True), "classic_attention", None)
+        on_device: Any = getattr(backend_of(query, classic=True), "classic_attention", None)
         (on_device or _on_host)(call)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupaged
-from cupaged import attention, backends
+from cupaged import attention, backends, classic
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Device:
         with pytest.MonkeyPatch.context() as patch:
             if self.backend is not None:
                 patch.setattr(attention, "backend_of", lambda x, classic=False: self.backend)
+                patch.setattr(classic, "backend_of", lambda x, classic=False: self.backend)
             yield
 
     def paged_attention(self, *arguments: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from behaviour import Case
 from devices import Device
 from simt.launcher import SimtLauncher
 
-from cupaged import attention, cuda, kernels, kv_cache
+from cupaged import attention, classic, cuda, kernels, kv_cache
 
 
 class DeviceArray(np.ndarray):
@@ -68,6 +68,7 @@ def in_place_of_a_gpu(backend: cuda.Backend) -> Iterator[cuda.Backend]:
     """Send every call inside to `backend`, those on NumPy arrays and those that ask for the current device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "backend_of", lambda x, classic=False: backend)
+        patch.setattr(classic, "backend_of", lambda x, classic=False: backend)
         patch.setattr(kv_cache, "backend_of", lambda x, classic=False: backend)
         patch.setattr(cuda, "current_backend", lambda: backend)
         yield backend

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import cupaged
-from cupaged import attention
+from cupaged import attention, classic
 
 # What an argument of each kind must refuse, as makers: some of it can be changed in place.
 TEXT: list[Any] = ["x", b"x", {}, object(), float, np.array(["a", "b"])]
@@ -267,7 +267,8 @@ def no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
         write_kv = merge_states = classic_attention = paged_attention
 
-    monkeypatch.setattr(attention, "backend_of", lambda x, classic=False: Backend())
+    for module in (attention, classic):
+        monkeypatch.setattr(module, "backend_of", lambda x, classic=False: Backend())
 
 
 @pytest.mark.parametrize(("name", "argument", "kind"), cases(FUNCTIONS))

@@ -107,8 +107,6 @@ class BlockAllocator:
 
     __reduce_ex__ = refuse_copies
 
-    # ---- what is there ----
-
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool, free and used."""
@@ -173,8 +171,6 @@ class BlockAllocator:
         """How the pool is used, at the cost of a few operations on the lengths of all requests."""
         return read_stats(self._requests, self.pool, self._steps.copies, self._cache, self._preemption)
 
-    # ---- growth ----
-
     def add_request(
         self,
         id: Hashable,
@@ -192,13 +188,12 @@ class BlockAllocator:
         requests = self._requests
         requests.check_new([id])
         row = requests.vacant(1)
-        count, tokens = new_tokens(n, token_ids)
-        root = self._cache.roots.find(extra_key) if self._cache else 0
+        root, count, tokens = self._wanted(n, token_ids=token_ids, extra_key=extra_key)
         if self._prompts is None or tokens is None:
-            step = self._growth.extend(row, np.zeros(1, np.int64), count, self._reserve)
+            step = self._growth.extend(row, np.zeros(1, np.int64), np.array([count]), self._reserve)
             requests.known[row] = 0
         else:
-            found = self._prompts.find(root, tokens, int(count[0]), self._reserve)
+            found = self._prompts.find(root, tokens, count, self._reserve)
             step = self._prompts.attach(row, root, found, len(tokens))
         if self._cache:
             requests.root[row] = root or self._cache.root(extra_key, requests.root)
@@ -276,8 +271,6 @@ class BlockAllocator:
         self._preemption.rehearse(rehearsal, returning)
         return max(self.num_free - rehearsal.num_free, 0)
 
-    # ---- the prefix cache ----
-
     def commit(
         self,
         ids: Iterable[Hashable] | None = None,
@@ -316,8 +309,6 @@ class BlockAllocator:
         events, self._cache.events = self._cache.events, []
         return events
 
-    # ---- sharing ----
-
     def fork_request(self, id: Hashable, children: Iterable[Hashable]) -> None:
         """New requests `children` with the tokens of `id`. Takes no block: all are shared, a partly filled one too."""
         children = listed(children, "children")
@@ -352,8 +343,6 @@ class BlockAllocator:
                 f"parents: expected indices from 0 to {len(selected) - 1}, got {sources.min()} to {sources.max()}"
             )
         reorder(requests, self.pool, selected, sources)
-
-    # ---- shrinking ----
 
     def truncate(self, id: Hashable, length: int) -> None:
         """Forget all tokens of a request from `length` on: `truncate_batch([id], [length])`."""
@@ -407,8 +396,6 @@ class BlockAllocator:
         self._release(selected, np.zeros(len(lengths), np.int64), lengths)
         requests.unbind(selected)
 
-    # ---- leaving for a while ----
-
     def evict(
         self, ids: Iterable[Hashable] | None = None, *, rows: npt.ArrayLike | None = None, hold: bool = False
     ) -> Step:
@@ -443,8 +430,6 @@ class BlockAllocator:
         """Verify every invariant of tables, lengths, references and free queue; raises AssertionError that says what broke."""
         check(self._requests, self.pool, self._cache, self._preemption)
 
-    # ---- inside ----
-
     def _wanted(
         self,
         n: int | None = None,
@@ -455,7 +440,7 @@ class BlockAllocator:
         """Root, number of new tokens at most, and tokens, if given, of a new request."""
         count, tokens = new_tokens(n, token_ids)
         root = self._cache.roots.find(extra_key) if self._cache else 0
-        return root, int(count[0]), tokens
+        return root, count, tokens
 
     def _release(self, rows: Ints, lengths: Ints, old: Ints) -> None:
         """Unmap and release the blocks behind `lengths`, row after row and in a row group after group."""

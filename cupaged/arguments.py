@@ -135,14 +135,14 @@ def counts_of(n: int | npt.ArrayLike, size: int, name: str = "n") -> Ints:
     return np.minimum(counts, _MOST)
 
 
-def new_tokens(n: int | None, token_ids: npt.ArrayLike | None) -> tuple[Ints, Tokens | None]:
-    """How many tokens of a new request get slots at most, `[1]`, and its tokens when they are given."""
+def new_tokens(n: int | None, token_ids: npt.ArrayLike | None) -> tuple[int, Tokens | None]:
+    """How many tokens of a new request get slots at most, and its tokens when they are given."""
     if token_ids is None:
         if n is None:
             raise TypeError("n: expected a number of tokens, or token_ids, got neither")
-        return counts_of(n, 1), None
+        return int(counts_of(n, 1)[0]), None
     tokens = tokens_of(token_ids)
-    return np.array([len(tokens) if n is None else min(integer(n, "n", 0), len(tokens))]), tokens
+    return len(tokens) if n is None else min(integer(n, "n", 0), len(tokens)), tokens
 
 
 def new_requests(new: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

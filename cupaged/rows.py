@@ -39,8 +39,6 @@ class Rows:
         self._checked = b""  # rows known to be right
         self._vacant = list(range(7, -1, -1))  # rows without a request, the next one last
 
-    # ---- names ----
-
     def select(self, ids: Iterable[Hashable] | None, rows: npt.ArrayLike | None) -> Ints:
         """Rows `[n]` of requests named by ids or by rows.
 
@@ -48,7 +46,7 @@ class Rows:
         for an evicted one.
         """
         if (ids is None) == (rows is None):
-            raise TypeError(f"ids: expected ids or rows=, one of the two, got {'neither' if ids is None else 'both'}")
+            raise _neither_or_both(ids)
         if ids is not None:
             selected = self.of(ids)
         else:
@@ -75,7 +73,7 @@ class Rows:
         if not self.evicted:
             return self.select(ids, rows)
         if (ids is None) == (rows is None):
-            raise TypeError(f"ids: expected ids or rows=, one of the two, got {'neither' if ids is None else 'both'}")
+            raise _neither_or_both(ids)
         if ids is not None:
             selected = self.of_any(ids)
         else:
@@ -203,6 +201,10 @@ class Rows:
         if dead in self.evicted.values():
             raise self._missing(self.names[dead])
         raise KeyError(f"rows: {dead} is not the row of a request")
+
+
+def _neither_or_both(ids: object) -> TypeError:
+    return TypeError(f"ids: expected ids or rows=, one of the two, got {'neither' if ids is None else 'both'}")
 
 
 def _unhashable(name: object) -> TypeError:

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=not_negative, metavar="T",
         help="0 takes the most likely token, higher values vary more (default 0, or 0.8 when --n is above 1)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default: a new one every time)")
+    parser.add_argument(
+        "--seed", type=at_least_zero, metavar="N", help="seed of the sampling (default: a new one every time)"
+    )
     parser.add_argument(
         "--block-size", type=at_least_one, default=16, metavar="N", help="token slots of a block (default 16)"
     )
@@ -141,8 +143,17 @@ def array_module(device: str) -> Any:
 
 def at_least_one(text: str) -> int:
     """An option that counts something."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return _whole(text, 1)
+
+
+def at_least_zero(text: str) -> int:
+    """An option that counts something of which there may be none, or a seed."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text}")
     return int(text)
 
 

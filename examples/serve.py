@@ -17,7 +17,7 @@ from typing import TextIO
 
 import numpy as np
 from decoding import Beams, Samples
-from generate import add_kv_dtype, array_module, at_least_one, not_negative
+from generate import add_kv_dtype, array_module, at_least_one, at_least_zero, not_negative
 from generation import Engine, check_prompt, search
 from gguf_file import InputError, find_model
 from llama import load
@@ -75,11 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("max-tokens", 48, at_least_one, "most tokens of an answer"),
         ("block-size", 16, at_least_one, "token slots of a block"),
         ("num-blocks", 36, at_least_one, "blocks in the pool"),
-        ("host-blocks", 16, int, "blocks of host memory for preempted requests; 0 always computes them again"),
+        (
+            "host-blocks",
+            16,
+            at_least_zero,
+            "blocks of host memory for preempted requests; 0 always computes them again",
+        ),
         ("watermark", 0.02, float, "share of the pool that a new request leaves free"),
         ("token-budget", 64, at_least_one, "most tokens that one step computes"),
         ("max-sequences", 16, at_least_one, "most sequences that run at once"),
-        ("seed", 0, int, "seed of the arrivals and of the sampling"),
+        ("seed", 0, at_least_zero, "seed of the arrivals and of the sampling"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{what} (default {default})")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt as a whole")

@@ -61,6 +61,14 @@ def test_n_prints_that_many_continuations_and_the_seed_repeats_them(
     assert all(f"[{i}] " in texts[0] for i in (1, 2, 3))
 
 
+@pytest.mark.parametrize("command", [["generate", "hello"], ["serve"], ["simulate"]])
+def test_a_negative_seed_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--seed", "-1"])
+    message = capsys.readouterr().err
+    assert "argument --seed: expected a" in message and "of at least 0, got -1" in message
+
+
 def test_beam_prints_hypotheses_best_first(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--model", tiny, "--beam", "3", "--max-tokens", "6"]) == 0
     out = capsys.readouterr().out

@@ -147,7 +147,7 @@ def at_least_one(text: str) -> int:
 
 
 def at_least_zero(text: str) -> int:
-    """An option that counts something of which there may be none, or a seed."""
+    """An option that is a seed."""
     return _whole(text, 0)
 
 

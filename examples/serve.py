@@ -75,12 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("max-tokens", 48, at_least_one, "most tokens of an answer"),
         ("block-size", 16, at_least_one, "token slots of a block"),
         ("num-blocks", 36, at_least_one, "blocks in the pool"),
-        (
-            "host-blocks",
-            16,
-            at_least_zero,
-            "blocks of host memory for preempted requests; 0 always computes them again",
-        ),
+        ("host-blocks", 16, int, "blocks of host memory for preempted requests; 0 always computes them again"),
         ("watermark", 0.02, float, "share of the pool that a new request leaves free"),
         ("token-budget", 64, at_least_one, "most tokens that one step computes"),
         ("max-sequences", 16, at_least_one, "most sequences that run at once"),

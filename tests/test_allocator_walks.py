@@ -16,7 +16,8 @@ from random import Random
 
 import pytest
 from allocator_compare import assert_alike
-from test_allocator_machine import GROUPS, AllocatorMachine
+from allocator_sides import GROUPS
+from test_allocator_machine import AllocatorMachine
 
 WEIGHTS = {
     "add": 3, "add_prompt": 12, "commit": 6, "commit_all": 8, "reset": 1, "grow_batch": 5, "grow_batch_equally": 2, "decode_all": 8,

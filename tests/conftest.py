@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import devices
 import numpy as np
@@ -41,6 +42,15 @@ def machine(request: pytest.FixtureRequest) -> Iterator[devices.Machine]:
     """Every place where the CUDA path runs, in turn."""
     with devices.machine(request.param) as there:
         yield there
+
+
+@pytest.fixture
+def cupy() -> Any:
+    """CuPy, where it has a device."""
+    module = pytest.importorskip("cupy", reason="CuPy is not installed")
+    if not module.cuda.is_available():
+        pytest.skip("no CUDA device found")
+    return module
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""The package's own use of CuPy: what CuPy makes of the launcher's calls, and arrays on a device that is not the current one.
+"""The package's own use of CuPy: what CuPy makes of the launcher's calls and of arrays.
 
-Tests here need a device, or what stands in for CUDA in tests/pretend; the last one runs them there, and GPU tests of other files.
+Tests of this file and of test_cupy_streams.py and test_cupy_devices.py need a device, or what stands in for CUDA in tests/pretend; the last
+one here runs them there, and GPU tests of other files.
 """
 
 from __future__ import annotations
@@ -9,40 +10,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
+from cupy_case import Host
 from simt import build
 
 import cupaged
 from cupaged import reference
 from cupaged.arrays import as_array, numpy_dtype
 from cupaged.cuda import current_backend
-
-SHAPE = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": "float16"}
-
-
-@pytest.fixture
-def cupy() -> Any:
-    module = pytest.importorskip("cupy", reason="CuPy is not installed")
-    if not module.cuda.is_available():
-        pytest.skip("no CUDA device found")
-    return module
-
-
-@pytest.fixture
-def elsewhere(cupy: Any) -> Iterator[Any]:
-    """A device that is not the current one."""
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("one CUDA device only")
-    yield cupy.cuda.Device(1)
-    assert cupy.cuda.Device().id == 0, "the current device was changed"
 
 
 @pytest.fixture
@@ -52,25 +32,6 @@ def pretended(request: pytest.FixtureRequest) -> Any:
     if plugin is None:
         pytest.skip("CUDA itself is here, or nothing that stands in for it")
     return plugin.installed[0]
-
-
-class Host:
-    """Three sequences, their keys and values, and what the oracle says."""
-
-    def __init__(self, rng: np.random.Generator) -> None:
-        def random(*shape: int) -> np.ndarray:
-            return rng.standard_normal(shape).astype(np.float16)
-
-        self.q, self.k, self.v = random(3, 6, 64), random(20, 2, 16, 64), random(20, 2, 16, 64)
-        self.tables = rng.permutation(20)[:15].reshape(3, 5).astype(np.int32)
-        self.lens = np.array([70, 1, 33], np.int32)
-
-    def check(self, cupy: Any, out: Any, **options: Any) -> None:
-        expected, _ = reference.paged_attention(self.q, self.k, self.v, self.tables, self.lens, **options)
-        np.testing.assert_allclose(cupy.asnumpy(out), expected, atol=4e-3)
-
-
-# ---------------------------------------------------------------------------------------------------------- the launcher
 
 
 @pytest.mark.gpu
@@ -126,126 +87,6 @@ def test_pinned_memory_is_as_large_as_asked_and_never_lent_again(cupy: Any, pret
 
 
 @pytest.mark.gpu
-def test_metadata_on_the_host_are_not_captured(cupy: Any, rng: np.random.Generator) -> None:
-    """A replay would copy what a reused buffer holds by then."""
-    host = Host(rng)
-    q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
-    launcher = current_backend().launcher
-    cupaged.paged_attention(q, k, v, host.tables, host.lens)
-    slots = np.arange(3)
-    with pytest.raises(RuntimeError, match="while a CUDA graph is captured"), launcher.capture():
-        cupaged.write_kv(k[:3, :, 0], v[:3, :, 0], k, v, slots)
-    cupaged.write_kv(k[:3, :, 0], v[:3, :, 0], k, v, slots)  # and goes on afterwards
-
-
-@pytest.mark.gpu
-def test_what_is_made_once_is_there_for_every_stream(cupy: Any, rng: np.random.Generator) -> None:
-    """Constant vectors serve calls on any stream, also when the first call that needs one is captured."""
-    host = Host(rng)
-    q, k, v, tables, lens = map(cupy.asarray, (host.q, host.k, host.v, host.tables, host.lens))
-    cupy.cuda.get_current_stream().synchronize()
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    for options in ({"k_scale": 0.375}, {"v_scale": 1.625}):
-        outs = []
-        for stream in streams:
-            with stream:
-                outs.append(cupaged.paged_attention(q, k, v, tables, lens, **options))
-        with streams[1]:
-            host.check(cupy, outs[1], **options)
-    plan, out = cupaged.plan(host.lens, host.tables, device="cuda", **SHAPE), cupy.empty_like(q)
-    with current_backend().launcher.capture():
-        cupaged.paged_attention(q, k, v, None, None, plan=plan, out=out, k_scale=1.125)
-    host.check(cupy, cupaged.paged_attention(q, k, v, tables, lens, k_scale=1.125), k_scale=1.125)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_splits", [None, 3])
-def test_a_plan_is_there_for_every_stream(cupy: Any, rng: np.random.Generator, num_splits: int | None) -> None:
-    """Its copy to the device is enqueued where the plan is made; a write or a call on another stream waits for it."""
-    host = Host(rng)
-    new = rng.standard_normal((3, 2, 64)).astype(np.float16)
-    slots = host.tables[np.arange(3), (host.lens - 1) // 16] * 16 + (host.lens - 1) % 16
-    q, k, v, there = map(cupy.asarray, (host.q, host.k, host.v, new))
-    cupy.cuda.get_current_stream().synchronize()
-
-    def make_plan() -> Any:
-        with cupy.cuda.using_allocator(None):  # memory that nobody used before
-            return cupaged.plan(
-                host.lens, host.tables, slot_mapping=slots, num_splits=num_splits, device="cuda", max_seqs=3, max_tokens=3,
-                max_blocks=5, **SHAPE,
-            )  # fmt: skip
-
-    attending, writing = make_plan(), make_plan()
-    with cupy.cuda.Stream(non_blocking=True):
-        host.check(cupy, cupaged.paged_attention(q, k, v, None, None, plan=attending, num_splits=num_splits))
-        cupaged.write_kv(there, there, k, v, writing.write_slots)
-        reference.write_kv(new, new, host.k, host.v, slots)
-        np.testing.assert_array_equal(cupy.asnumpy(k), host.k)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "k_scale"])
-def test_host_values_of_heads_are_not_captured(cupy: Any, rng: np.random.Generator, name: str) -> None:
-    host = Host(rng)
-    q, k, v, tables, lens = map(cupy.asarray, (host.q, host.k, host.v, host.tables, host.lens))
-    values = np.full(2 if name == "k_scale" else 6, 0.5, np.float32)
-    with (
-        pytest.raises(RuntimeError, match=f"{name}: expected a contiguous CuPy array of float32 while"),
-        current_backend().launcher.capture(),
-    ):
-        cupaged.paged_attention(q, k, v, tables, lens, **{name: values})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("sinks", np.ones(6, np.float16)), ("k_scale", np.ones(1, np.float32)), ("v_scale", np.ones(4, np.float32)[::2])],
-    ids=["dtype", "one for all heads", "strides"],
-)
-def test_arrays_that_are_converted_first_are_not_captured(
-    cupy: Any, rng: np.random.Generator, name: str, values: np.ndarray
-) -> None:
-    """A replay would write the converted values to memory that was freed after the capture."""
-    host = Host(rng)
-    q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
-    plan = cupaged.plan(host.lens, host.tables, device="cuda", **SHAPE)
-    there = {name: cupy.asarray(values) if values.flags.c_contiguous else cupy.asarray(np.ones(4, np.float32))[::2]}
-    out = cupy.empty_like(q)
-    cupaged.paged_attention(q, k, v, None, None, plan=plan, out=out, **there)
-    host.check(cupy, out, **{name: values})
-    with (
-        pytest.raises(RuntimeError, match=f"{name}: expected .* while a CUDA graph"),
-        current_backend().launcher.capture(),
-    ):
-        cupaged.paged_attention(q, k, v, None, None, plan=plan, out=out, **there)
-    slots = cupy.asarray(np.arange(6))[::2]
-    with pytest.raises(RuntimeError, match="slot_mapping: expected a contiguous"), current_backend().launcher.capture():
-        cupaged.write_kv(k[:3, :, 0], v[:3, :, 0], k, v, slots)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("metadata", ["host", "device", "plan of the host"])
-def test_attention_is_captured_with_memory_of_its_own_alone(cupy: Any, rng: np.random.Generator, metadata: str) -> None:
-    """What a stream has for calls that come one by one is freed when a larger call comes, and shared by graphs that may overlap."""
-    host = Host(rng)
-    q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
-    tables, lens, plan = host.tables, host.lens, None
-    if metadata == "device":
-        tables, lens = cupy.asarray(tables), cupy.asarray(lens)
-    if metadata == "plan of the host":
-        tables, lens, plan = None, None, cupaged.plan(lens, tables, **SHAPE)
-    cupy.cuda.get_current_stream().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        out = cupaged.paged_attention(q, k, v, tables, lens, plan=plan)  # what a capture must not do is done
-        host.check(cupy, out)
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match="plan: attention in a CUDA graph needs memory of its own"):
-            cupaged.paged_attention(q, k, v, tables, lens, plan=plan, out=out)
-        stream.end_capture()
-        host.check(cupy, cupaged.paged_attention(q, k, v, tables, lens, plan=plan))
-
-
-@pytest.mark.gpu
 def test_queries_without_a_sequence_are_refused_on_the_device_as_on_the_host(
     cupy: Any, rng: np.random.Generator
 ) -> None:
@@ -258,21 +99,6 @@ def test_queries_without_a_sequence_are_refused_on_the_device_as_on_the_host(
         cupaged.paged_attention(q, k, v, cupy.zeros((), np.int32), cupy.asarray(lens))
     with pytest.raises(ValueError, match="q: expected 0 rows"):
         cupaged.paged_attention(q, k, v, tables, lens, query_start_loc=starts)
-
-
-@pytest.mark.gpu
-def test_default_streams_of_threads_are_different_streams(cupy: Any) -> None:
-    """All have the handle 2; calls on them run side by side, so each needs partial results of its own."""
-    backend, both = current_backend(), Barrier(2)
-
-    def mine() -> tuple[Any, Any]:
-        with cupy.cuda.Stream.ptds:
-            both.wait()  # so that they are two threads, alive at once
-            return backend.launcher.stream(), backend._stream_workspace()
-
-    with ThreadPoolExecutor(2) as threads:
-        (one, workspace), (other, another) = (each.result() for each in [threads.submit(mine) for _ in range(2)])
-    assert one != other and workspace is not another
 
 
 @pytest.mark.gpu
@@ -313,9 +139,6 @@ def test_the_example_of_the_readme_runs(cupy: Any) -> None:
     assert names["out"].shape == (2, 8, 64) and np.isfinite(cupy.asnumpy(names["lse"])).all()
 
 
-# --------------------------------------------------------------------------------------------------------- foreign arrays
-
-
 class ThroughDLPack:
     """An array of another library on a device: a tensor of JAX or PyTorch."""
 
@@ -348,97 +171,6 @@ def test_foreign_device_arrays_come_without_a_copy(cupy: Any, rng: np.random.Gen
             assert found.data.ptr == x.data.ptr and found.dtype == x.dtype and found.shape == x.shape
 
 
-# ------------------------------------------------------------------------------------------------- devices beside the current
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("metadata", ["host", "device", "plan"])
-def test_attention_follows_its_arrays_to_their_device(
-    cupy: Any, elsewhere: Any, rng: np.random.Generator, metadata: str
-) -> None:
-    host = Host(rng)
-    options: dict[str, Any] = {"k_scale": np.array([0.5]), "sinks": np.ones(6), "alibi_slopes": np.ones(6) / 9}
-    with elsewhere:
-        q, k, v = map(cupy.asarray, (host.q, host.k, host.v))
-        tables, lens = map(cupy.asarray, (host.tables, host.lens))
-        plan = cupaged.plan(host.lens, host.tables, device="cuda", **SHAPE)
-    where: dict[str, tuple[Any, ...]] = {
-        "host": (host.tables, host.lens),
-        "device": (tables, lens),
-        "plan": (None, None),
-    }
-    out = cupaged.paged_attention(q, k, v, *where[metadata], plan=plan if metadata == "plan" else None, **options)
-    assert out.device == elsewhere
-    host.check(cupy, out, **options)
-
-
-@pytest.mark.gpu
-def test_a_plan_is_updated_on_its_own_device(cupy: Any, elsewhere: Any, rng: np.random.Generator) -> None:
-    host = Host(rng)
-    alloc = cupaged.BlockAllocator(20, 16)
-    step = alloc.add_request("a", 40)
-    with elsewhere:
-        q, k, v = map(cupy.asarray, (host.q[:1], host.k, host.v))
-        plan = cupaged.plan(
-            step.seq_lens, step.block_tables, slot_mapping=np.array([39]), device="cuda", max_seqs=1, max_tokens=1, max_blocks=8, **SHAPE
-        )  # fmt: skip
-        elsewhere.synchronize()
-    step = alloc.grow("a", 1)
-    plan.update(step)
-    expected, _ = reference.paged_attention(host.q[:1], host.k, host.v, step.block_tables, step.seq_lens)
-    out = cupaged.paged_attention(q, k, v, None, None, plan=plan)
-    np.testing.assert_allclose(cupy.asnumpy(out), expected, atol=4e-3)
-    assert cupy.asnumpy(plan.write_slots).tolist() == step.slot_mapping.tolist()
-
-
-@pytest.mark.gpu
-def test_a_cache_stays_on_the_device_that_was_current_when_it_was_made(
-    cupy: Any, elsewhere: Any, rng: np.random.Generator
-) -> None:
-    """Writes, attention, copies, swaps and gathering, all while another device is current."""
-    with elsewhere:
-        cache = cupaged.KVCache(2, 8, 16, 2, 64, device="cuda", host_blocks=8)
-    alloc = cupaged.BlockAllocator(8, 16, host_blocks=8)
-    step = alloc.add_request("a", 20)
-    cache.begin(step)
-    assert cache.pool.device == elsewhere
-    k, v = (rng.standard_normal((20, 2, 64)).astype(np.float16) for _ in "kv")
-    with elsewhere:
-        there = cupy.asarray(k), cupy.asarray(v)
-        q = cupy.asarray(rng.standard_normal((20, 6, 64)).astype(np.float16))
-    for layer in range(2):
-        cache.write(layer, *there, step)
-        assert cache.attend(layer, q, step).device == elsewhere
-    alloc.fork_request("a", ["b"])
-    cache.begin(alloc.grow("b", 1))
-    cache.begin(alloc.evict(["a"]))
-    cache.begin(alloc.restore(["a"]))
-    for name in ("a", "b"):
-        for found, expected in zip(cache.gather(1, alloc.tables[name], 20), (k, v), strict=True):
-            assert found.device == elsewhere
-            np.testing.assert_array_equal(cupy.asnumpy(found), expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["block_tables", "seq_lens", "sinks", "k_scale", "k_cache", "out"])
-def test_arrays_on_different_devices_are_refused(
-    cupy: Any, elsewhere: Any, rng: np.random.Generator, name: str
-) -> None:
-    host = Host(rng)
-    call = {
-        "q": host.q, "k_cache": host.k, "v_cache": host.v, "block_tables": host.tables, "seq_lens": host.lens,
-        "sinks": np.ones(6, np.float32), "k_scale": np.ones(2, np.float32), "out": np.empty_like(host.q),
-    }  # fmt: skip
-    arrays = {key: cupy.asarray(x) for key, x in call.items()}
-    with elsewhere:
-        arrays[name] = cupy.asarray(call[name])
-    with pytest.raises(ValueError, match=f"{name}: expected device 0, where the other arguments are, got device 1"):
-        cupaged.paged_attention(**arrays)
-
-
-# ------------------------------------------------------------------------------------------------------------ benchmarks
-
-
 @pytest.mark.gpu
 def test_a_benchmark_measures_what_it_says(
     cupy: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -468,13 +200,10 @@ def test_a_benchmark_measures_what_it_says(
     assert "tests: did not end" in text and small.name in text
 
 
-# --------------------------------------------------------------------------------------------------------- without a GPU
-
-
 @pytest.mark.parametrize(
     "which",
     [
-        ["tests/test_cupy.py"],
+        ["tests/test_cupy.py", "tests/test_cupy_streams.py", "tests/test_cupy_devices.py"],
         [
             "tests/test_cuda_graphs.py::test_one_captured_graph_serves_every_later_step[cuda-{}-1]",
             "tests/test_cuda.py::test_swapping_out_and_in_brings_the_blocks_back[cuda-page]",

@@ -22,6 +22,7 @@ from .block_pool import BlockPool
 from .commit import Commits, open_tokens
 from .companions import Companions
 from .errors import OutOfBlocks, refuse_copies
+from .forks import fork, reorder
 from .groups import Group, checked
 from .growth import Growth
 from .horizon import check_horizon
@@ -31,7 +32,6 @@ from .prefix_cache import CacheEvent, PrefixCache
 from .prompts import Prompts
 from .rehearsal import Rehearsal
 from .rows import MAX_TOKENS, Rows, View
-from .sharing import fork, reorder
 from .stats import Stats, read_stats
 from .step_maker import StepMaker
 from .steps import Step

@@ -1,6 +1,6 @@
 """Attention on a CUDA device: choose kernels, pack their parameter struct, launch them on the current stream.
 
-Host metadata are plain `numpy.ndarray`; they go to the device with the schedule, by one copy (`decode_work`). Nothing synchronises.
+Host metadata are plain `numpy.ndarray`; they go to the device with the schedule, by one copy (`device_work`). Nothing synchronises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .cuda_structs import (
     power_of_two,
 )
 from .cuda_upload import DeviceSide
-from .decode_work import DeviceWork
+from .device_work import DeviceWork
 from .kernel_config import KernelConfig, attention_kernels
 from .kernels import debug
 from .launcher import Launcher

@@ -1,7 +1,7 @@
 """Planning: one step's metadata, checked, and its work on a device, once for all layers.
 
 A `Plan` holds the metadata on the host. The CUDA backend keeps beside it what the step needs on a device: the metadata and the schedule
-of thread blocks (`decode_work`), made for the `PlanOptions` of a call. With `Bounds` a plan is a graph plan: its device buffers and
+of thread blocks (`device_work`), made for the `PlanOptions` of a call. With `Bounds` a plan is a graph plan: its device buffers and
 grid are fixed, so that a captured graph stays right for every later step within the bounds.
 """
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import cupaged
 from cupaged import reference
-from cupaged.decode_work import _Sizes
+from cupaged.device_work import _Sizes
 from cupaged.kernel_config import most_rows, rows_for
 from cupaged.plan import Bounds
 from cupaged.schedule import MIN_SHARE, Schedule, least_unit, make_schedule

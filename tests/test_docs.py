@@ -6,6 +6,7 @@ a GPU and is compiled only.
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import re
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_the_api_reference_is_current_and_has_every_public_name() -> None:
     api = script("api")
     assert api.page() == api.OUT.read_text(), "run `make docs`"
     assert all(f"### {name}\n" in api.page() for name in cupaged.__all__)
+
+
+def test_the_map_of_files_has_every_file_of_the_package_and_no_other() -> None:
+    named = set(re.findall(r"`([\w*]+\.py)`", (ROOT / "docs/files.md").read_text()))
+    files = [path.name for path in (ROOT / "cupaged").glob("*.py")]
+    assert not [pattern for pattern in named if not fnmatch.filter(files, pattern)]
+    assert not [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in named)]
 
 
 def test_the_picture_shows_what_the_allocator_does() -> None:

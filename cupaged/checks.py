@@ -29,6 +29,7 @@ def _last_axis_strided(x: Array) -> bool:
 
 
 def check_rows(x: Array, name: str, shape: str) -> None:
+    """`x` is an array of heads, one row a token; `shape` says so in words."""
     if x.ndim != 3:
         raise ValueError(f"{name}: expected {shape}, got shape {x.shape}")
     if dtype_name(x) not in DTYPES:
@@ -141,6 +142,7 @@ def _shape_of(layout: str, k_classic: bool) -> str:
 
 
 def check_device(x: Array, name: str, like: Array) -> None:
+    """`x` lies where `like` lies."""
     if is_cupy(x) != is_cupy(like):
         kinds = ("NumPy", "CuPy")
         raise TypeError(
@@ -153,6 +155,7 @@ def check_device(x: Array, name: str, like: Array) -> None:
 
 
 def per_head(x: Any, name: str, num_heads: int, like: Array) -> Array | None:
+    """`x` as contiguous float32 `[num_heads]` beside `like`; None stays None."""
     if x is None:
         return None
     a = _beside(x, name, like)
@@ -162,6 +165,7 @@ def per_head(x: Any, name: str, num_heads: int, like: Array) -> Array | None:
 
 
 def scales(x: Any, name: str, num_kv_heads: int, like: Array) -> Array:
+    """A number or an array of scales as contiguous float32 `[num_kv_heads]` beside `like`, all above 0."""
     if isinstance(x, (int, float, np.generic)):
         value = finite(x, name, "a finite number above 0", 0.0)
         return _filled(value, num_kv_heads, like.device.id if is_cupy(like) else None)
@@ -236,6 +240,7 @@ def check_apart(x: Array, name: str, other: Array, other_name: str) -> None:
 
 
 def check_result(x: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Array) -> None:
+    """`x` can be filled with a result: ours, writable, of this shape and dtype, beside `like`."""
     if not isinstance(x, np.ndarray) and not is_cupy(x):
         raise TypeError(f"{name}: {_not_ours(x)}")
     check_device(x, name, like)
@@ -248,6 +253,7 @@ def check_result(x: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
 
 
 def stacked(x: Any, name: str) -> Array:
+    """An array, or a list of arrays of one shape stacked along a new first axis."""
     if not isinstance(x, (list, tuple)):
         return as_array(x, name)
     parts = [as_array(part, name) for part in x]

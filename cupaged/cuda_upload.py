@@ -10,6 +10,8 @@ import numpy as np
 from .arrays import Array
 from .launcher import Launcher
 
+_BUFFERS = 4
+
 
 class PinnedRing:
     """Page-locked buffers that are refilled in turn, each only after the copy out of it has run.
@@ -18,11 +20,11 @@ class PinnedRing:
         lock: held from `stage` to `send`: until then another thread would be given the same buffer.
     """
 
-    def __init__(self, launcher: Launcher, slots: int = 4) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         self.lock = threading.RLock()
         self._launcher = launcher
-        self._buffers: list[Array | None] = [None] * slots
-        self._events: list[Any] = [None] * slots
+        self._buffers: list[Array | None] = [None] * _BUFFERS
+        self._events: list[Any] = [None] * _BUFFERS
         self._next = 0
 
     def stage(self, num_bytes: int) -> Array:

@@ -115,12 +115,12 @@ def compile_function(what: Specialisation, arch: int, shared_bytes: int) -> Any:
     return function.kernel  # of this device: a RawKernel asks at each launch which one is current
 
 
-def compile_cubin(what: Specialisation, arch: int, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
+def compile_cubin(what: Specialisation, arch: int) -> tuple[bytes, str]:
     """Machine code for `sm_<arch>` and the log of `ptxas -v`, on a machine that needs no GPU and no driver."""
     from cupy.cuda import nvrtc
 
     # CuPy itself always adds -ftz=true
-    flags = (*what.options, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v", *_cuda_includes(), *options)
+    flags = (*what.options, "-ftz=true", f"-arch=sm_{arch}", "--ptxas-options=-v", *_cuda_includes())
     program = nvrtc.createProgram(flatten(what.source), what.source, (), ())
     try:
         try:

@@ -131,6 +131,7 @@ def device_metadata(
 
 
 def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array) -> Array:
+    """Slots for at most `num_tokens` rows, contiguous, on either side; on the host all below `num_slots`."""
     slots = slot_mapping
     if not is_cupy(slots) and not isinstance(slots, np.ndarray):
         slots = host_array(slots, "slot_mapping")

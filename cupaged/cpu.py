@@ -15,7 +15,7 @@ import numpy as np
 from .arrays import Array, Attention, WriteKV
 
 try:
-    import numba
+    import numba  # noqa: F401 - the modules below need it
 except ImportError:
     raise ImportError("numba is not installed: pip install 'cupaged[cpu]'") from None
 
@@ -24,7 +24,17 @@ from .cpu_call import call as run_call
 from .cpu_decode import decode_kernel
 from .cpu_formats import KV_CODES
 from .cpu_prefill import prefill_kernel
-from .cpu_records import address, kernels, pack_attention, pack_write, parameters, run, threads_free, workspace
+from .cpu_records import (
+    address,
+    kernels,
+    num_threads,
+    pack_attention,
+    pack_write,
+    parameters,
+    run,
+    threads_free,
+    workspace,
+)
 from .cpu_repeat import RepeatedAttention, RepeatedWrite, StepRecord, page_addresses
 from .cpu_vector import entry
 from .cpu_work import FIELDS, QUEUE_BYTES, SCRATCH_BYTES, kernels_needed, plan
@@ -68,7 +78,7 @@ def paged_attention(call: Attention) -> None:
 def _run_step_by_step(call: Attention) -> None:
     """Run the call in the parameters where room is too small, a worker is not compiled yet, or more than one is needed."""
     own, where = workspace, parameters
-    params, threads, kv = own.params, numba.get_num_threads(), KV_CODES[call.kv_dtype]
+    params, threads, kv = own.params, num_threads(), KV_CODES[call.kv_dtype]
     params[_ZEROS], params[_WORK] = own.no_key, own.room("work", 24 * len(call.block_tables))
     params[_SCRATCH] = own.room("scratch", threads * SCRATCH_BYTES)
     params[_QUEUES] = own.room("queues", threads * QUEUE_BYTES)
@@ -103,7 +113,7 @@ def copy_blocks(pool: Array, copies: Array) -> None:
     copies = np.ascontiguousarray(copies, np.int64)
     params = np.array([address(pool), pool.strides[0], pool[0].nbytes, address(copies), len(copies), 0])
     with threads_free:
-        run(int(copy_kernel().address), address(params), 1 if len(copies) == 1 else numba.get_num_threads())
+        run(int(copy_kernel().address), address(params), 1 if len(copies) == 1 else num_threads())
 
 
 def host_pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -5,7 +5,8 @@ Between the layers of a model a call finds none of its memory in the caches, and
 as much as many instructions; in the caches a check in Python takes as long as hundreds of products. So Python hands over ids of arrays
 and the address of a record made at an earlier call, and nothing else happens there.
 
-The parameters are the record, and then for each name of ROOMS the address and size in bytes of memory that outlives a call.
+The parameters are the record, then for each name of ROOMS the address and size in bytes of memory that outlives a call, and the most
+threads that a call may use.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ ROOMS = ("zeros", "work", "partials", "tickets", "scratch", "queues")
 STEP = ("tables", "lens", "starts", "table_row", "num_seqs", "slots", "num_slots")
 RECORD_BYTES = CALL.itemsize
 WRITE_BYTES = 8 * len(WRITE_FIELDS)
-PARAMS = RECORD_BYTES // 8 + 2 * len(ROOMS)  # int64 of the parameters
+PARAMS = RECORD_BYTES // 8 + 2 * len(ROOMS) + 1  # int64 of the parameters
 # Behind the record of an earlier call: the forms of its arrays.
 _Q, _OUT, _K_CACHE, _V_CACHE = (RECORD_BYTES + 8 * FORM_WORDS * n for n in range(4))
 _K, _V = (WRITE_BYTES + 8 * FORM_WORDS * n for n in range(2))
 _ROOM = {name: RECORD_BYTES + 16 * n for n, name in enumerate(ROOMS)}
 _ZEROS, _WORK, _PARTIALS, _TICKETS, _SCRATCH, _QUEUES = _ROOM.values()
+_MOST_THREADS = 8 * (PARAMS - 1)
 _TABLES, _LENS, _STARTS, _TABLE_ROW, _NUM_SEQS, _SLOTS, _NUM_SLOTS = (8 * n for n in range(len(STEP)))
 
 
@@ -130,7 +132,7 @@ def _entry(source: str) -> Any:
         first, rows are written, and the addresses of all arrays are in the parameters.
         """
         source  # noqa: B018 - part of the cache key
-        threads = _threads()
+        threads = min(_threads(), peek_long(own + _MOST_THREADS))
         if record and not _is_like(record, step, q, out, k_cache, v_cache):
             return 0
         if written:
@@ -143,7 +145,7 @@ def _entry(source: str) -> Any:
                 copy_bytes(written, own, WRITE_BYTES)
                 w.k, w.v, w.k_pages, w.v_pages = data_of(k), data_of(v), peek_long(k_cache), peek_long(k_cache + 8)
                 w.slots, w.num_slots = peek_long(step + _SLOTS), peek_long(step + _NUM_SLOTS)
-            if w.num_slots * w.num_kv_heads * w.head_dim < w.serial:
+            if threads == 1 or w.num_slots * w.num_kv_heads * w.head_dim < w.serial:
                 call_worker(w.kernel, own, 0)
             else:
                 kernel = w.kernel

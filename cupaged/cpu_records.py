@@ -6,6 +6,7 @@ layers may be entered twice.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from functools import cache
@@ -57,6 +58,7 @@ class _Workspace:
 
     def __init__(self) -> None:
         self.params: Any = np.zeros(PARAMS, np.int64)
+        self.params[-1] = numba.config.NUMBA_NUM_THREADS
         self.where = address(self.params)
         self._rooms: dict[str, Array] = {}
         self.no_key = self.room("zeros", 1024)  # the row of a key that is not there
@@ -80,6 +82,25 @@ workspace = _Workspace()
 parameters = workspace.where
 kernels = np.zeros((len(KV_CODES), 8), np.int64)  # addresses of compiled workers, by the format of the pages
 _kernels_of = {kv: address(row) for kv, row in enumerate(kernels)}
+
+
+def num_threads() -> int:
+    """How many threads a call may use."""
+    return min(numba.get_num_threads(), int(workspace.params[-1]))
+
+
+def _begin_child() -> None:
+    """In a forked process: GNU OpenMP, once it runs, would end it at the first call on several threads."""
+    try:
+        if numba.threading_layer() == "omp":
+            workspace.params[-1] = 1
+    except ValueError:  # none runs yet
+        pass
+    threads_free.release()
+
+
+if hasattr(os, "register_at_fork"):  # a fork waits until the memory above is at rest
+    os.register_at_fork(before=threads_free.acquire, after_in_parent=threads_free.release, after_in_child=_begin_child)
 
 
 @cache

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 
 import devices
 import numpy as np
@@ -74,6 +77,41 @@ def test_calls_from_several_threads_do_not_disturb_each_other(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_during_a_call_computes_the_same(
+    rng: np.random.Generator, any_size_in_parallel: None, all_threads: None
+) -> None:
+    case, stop = several_chunks(rng), threading.Event()
+    k, v = (np.zeros((4, 2, 4, 16), np.float32) for _ in range(2))
+    rows = np.ones((3, 2, 16), np.float32)
+    expected = bits(run(case))
+
+    def work() -> None:
+        while not stop.is_set():
+            run(case)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        children = []
+        for _ in range(3):
+            time.sleep(0.02)
+            child = os.fork()
+            if child == 0:
+                signal.alarm(30)  # ends a child that waits for ever
+                try:
+                    cupaged.write_kv(rows, rows, k, v, np.array([0, 5, 15]))
+                    os._exit(int(bits(run(case)) != expected or k.sum() != rows.sum()))
+                finally:
+                    os._exit(2)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    finally:
+        stop.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("how", [{}, {"window": 37}, {"layout": "NHD"}])

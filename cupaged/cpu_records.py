@@ -86,7 +86,7 @@ _kernels_of = {kv: address(row) for kv, row in enumerate(kernels)}
 
 def num_threads() -> int:
     """How many threads a call may use."""
-    return min(numba.get_num_threads(), int(workspace.params[-1]))
+    return int(min(numba.get_num_threads(), workspace.params[-1]))
 
 
 def _begin_child() -> None:

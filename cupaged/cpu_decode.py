@@ -23,8 +23,8 @@ from typing import Any
 
 from numba import literally
 
-from .cpu_formats import BF16, READ_FACTOR, accumulate, copy_bytes, join_pairs, multiply_row, split_pairs
-from .cpu_products import largest_of_rows, load_positions, scores, weigh
+from .cpu_formats import ITEM_BYTES, PAIRED, READ_FACTOR, accumulate, copy_bytes, join_pairs, multiply_row, split_pairs
+from .cpu_products import LINE, largest_of_rows, load_positions, scores, weigh
 from .cpu_vector import (
     WIDTH,
     add,
@@ -34,6 +34,7 @@ from .cpu_vector import (
     count_up_long,
     divide,
     exp,
+    exp_or_zero,
     fetch_add,
     fma,
     load,
@@ -185,7 +186,7 @@ def _softmax(
     alpha = exp(subtract(old, base))
     sums = multiply(load(state + SUM), alpha)
     for block in range(blocks):
-        weight = exp(subtract(load(scores + _VECTOR * block), base))
+        weight = exp_or_zero(subtract(load(scores + _VECTOR * block), base))
         store(scores + _VECTOR * block, weight)
         sums = add(sums, weight)
     store(state + SUM, sums)
@@ -264,7 +265,7 @@ def _finish(
 @cache
 def decode_kernel(kv: int, tile: int) -> Any:
     """The worker for keys of format `kv` and row tiles of `tile` rows, 1 to 4."""
-    source, gain = SOURCE, READ_FACTOR[kv]
+    source, gain, paired, in_line = SOURCE, READ_FACTOR[kv], kv in PAIRED, LINE // ITEM_BYTES[kv]
 
     def decode(params: int, number: int) -> None:
         source  # noqa: B018 - part of the cache key
@@ -292,9 +293,9 @@ def decode_kernel(kv: int, tile: int) -> Any:
             for h in range(heads):
                 queries = mine + QUERIES + head_bytes * h
                 _begin_rows(p, mine + _VECTOR * row_tiles * h, queries, tile, rows, first, m, n, head + h)
-                if kv == BF16:
+                if paired:
                     for r in range(row_tiles * tile):
-                        split_pairs(queries + 4 * D * r, D // 32 * 32)
+                        split_pairs(queries + 4 * D * r, D // in_line * in_line)
 
             begin = max(first_key(p, max(0, n - m)), (first_chunk + c) * length)
             end = min(end_of_keys(p, n - 1, n), (first_chunk + c + 1) * length) if n > 0 else 0
@@ -352,6 +353,6 @@ def decode_kernel(kv: int, tile: int) -> Any:
 
             for h in range(heads):
                 state, out = mine + _VECTOR * row_tiles * h, mine + OUTPUT + head_bytes * h
-                _finish(p, s, head + h, c, chunks, tile, rows, first, state, out, gain, kv == BF16)
+                _finish(p, s, head + h, c, chunks, tile, rows, first, state, out, gain, paired)
 
     return worker(decode)

@@ -33,6 +33,7 @@ from .cpu_vector import (
 
 KV_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4}
 F32, F16, BF16, E4M3, E5M2 = range(5)
+PAIRED = (BF16, E4M3, E5M2)  # what `emit_load_pair` reads
 ITEM_BYTES = (4, 2, 2, 1, 1)
 # e4m3 codes are read as float16 numbers 2^8 too small; whoever reads them multiplies their scale by this.
 READ_FACTOR = (1.0, 1.0, 1.0, 256.0, 1.0)
@@ -55,23 +56,33 @@ def emit_load(b: ir.IRBuilder, address: ir.Value, kv: int = F32, width: int = WI
     if kv == BF16:
         bits = b.shl(b.zext(raw, ir.VectorType(_i32, width)), const_int(16, 32, width))
         return b.bitcast(bits, wide)
-    code = b.zext(raw, ir.VectorType(_i16, width))
-    if kv == E5M2:  # the upper byte of a float16
-        half = b.shl(code, const_int(8, 16, width))
-    else:  # exponent and mantissa moved into a float16's place, where they mean 2^-8 of the value; 0x7f and 0xff are NaN
-        sign = b.shl(b.and_(code, const_int(0x80, 16, width)), const_int(8, 16, width))
-        magnitude = b.and_(code, const_int(0x7F, 16, width))
-        nan = b.icmp_unsigned("==", magnitude, const_int(0x7F, 16, width))
-        body = b.or_(b.shl(magnitude, const_int(7, 16, width)), sign)
-        half = b.select(nan, const_int(0x7E00, 16, width), body)
-    return emit_half(b, half)
+    words = b.shl(b.zext(raw, ir.VectorType(_i16, width)), const_int(8, 16, width))
+    return emit_half(b, _half_of_code(b, words, kv))
 
 
-def emit_load_pair(b: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
-    """2 * WIDTH consecutive bfloat16 as two vectors, even elements and odd ones: half the instructions of two loads in order."""
-    words = b.load(pointer(b, address, ir.VectorType(_i32, WIDTH)), align=2)
-    even, odd = b.shl(words, const_int(16, 32)), b.and_(words, const_int(0xFFFF0000, 32))
-    return [b.bitcast(even, LANES), b.bitcast(odd, LANES)]
+def _half_of_code(b: ir.IRBuilder, words: ir.Value, kv: int) -> ir.Value:
+    """fp8 codes in the upper bytes of 16-bit lanes as the bits of float16; of e4m3 without its READ_FACTOR."""
+
+    def fixed(value: int) -> ir.Constant:
+        return const_int(value, 16, words.type.count)
+
+    if kv == E5M2:
+        return b.and_(words, fixed(0xFF00))
+    # Exponent and mantissa one bit lower are in a float16's place, where they mean 2^-8 of the value. All ones are NaN: added to, they
+    # reach the bit before, which makes the exponent that of NaN.
+    half = b.and_(b.ashr(words, fixed(1)), fixed(0xBF80))
+    return b.or_(half, b.and_(b.add(half, fixed(0x80)), fixed(0x4000)))
+
+
+def emit_load_pair(b: ir.IRBuilder, address: ir.Value, kv: int) -> list[ir.Value]:
+    """2 * WIDTH consecutive elements of one of the formats PAIRED as two vectors, even elements and odd ones: fewer instructions than
+    two loads in order."""
+    if kv == BF16:
+        words = b.load(pointer(b, address, ir.VectorType(_i32, WIDTH)), align=2)
+        even, odd = b.shl(words, const_int(16, 32)), b.and_(words, const_int(0xFFFF0000, 32))
+        return [b.bitcast(even, LANES), b.bitcast(odd, LANES)]
+    words = b.load(pointer(b, address, ir.VectorType(_i16, WIDTH)), align=1)
+    return [emit_half(b, _half_of_code(b, x, kv)) for x in (b.shl(words, const_int(8, 16)), words)]
 
 
 def emit_half(b: ir.IRBuilder, half: ir.Value) -> ir.Value:

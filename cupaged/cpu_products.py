@@ -6,8 +6,8 @@
 K and V rows are found through arrays of 64-bit addresses, one a token, and a distance from there to the rows of the head, so a product
 never sees a page, and any stride or block size costs the same. The caller names the rows that are read next, which are prefetched
 meanwhile; those addresses may be anything. Scores lie in vectors of [row, token]: WIDTH / 4 tokens for 3 or 4 rows,
-WIDTH / 2 for 2. With bfloat16 pages `scores` takes each whole 32 elements of a query, and `weigh` leaves each whole 2 * WIDTH of its
-output, in the order of `emit_load_pair`.
+WIDTH / 2 for 2. With PAIRED formats `scores` takes each whole line of a query's elements, and `weigh` leaves each whole 2 * WIDTH
+of its output, in the order of `emit_load_pair`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
-from .cpu_formats import BF16, F32, ITEM_BYTES, emit_load, emit_load_pair
+from .cpu_formats import F32, ITEM_BYTES, PAIRED, emit_load, emit_load_pair
 from .cpu_vector import (
     LANES,
     WIDTH,
@@ -126,10 +126,10 @@ def emit_scores(
         def line(d: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             for address in following:
                 emit_prefetch(b, _at(b, address, d, size))
-            for part in range(0, unroll, 2 if kv == BF16 else 1):
+            for part in range(0, unroll, 2 if kv in PAIRED else 1):
                 at = b.add(d, int64(part * WIDTH))
-                if kv == BF16:
-                    pairs = [emit_load_pair(b, _at(b, address, at, size)) for address in k]
+                if kv in PAIRED:
+                    pairs = [emit_load_pair(b, _at(b, address, at, size), kv) for address in k]
                     for side in range(2):
                         there = b.add(at, int64(side * WIDTH))
                         sums = add_products(there, sums, [pair[side] for pair in pairs], part=side)
@@ -197,9 +197,9 @@ def emit_weigh(
         def token(t: ir.Value, carried: list[ir.Value]) -> list[ir.Value]:
             sums, cursor = carried[: len(places)], carried[len(places) :]
             value = _at(b, _rows(b, values, offset, t, 1)[0], d, size)
-            if kv == BF16 and vectors > 1:
+            if kv in PAIRED and vectors > 1:
                 pairs = [b.add(value, int64(v * width * size)) for v in range(0, vectors, 2)]
-                loaded = [x for pair in pairs for x in emit_load_pair(b, pair)]
+                loaded = [x for pair in pairs for x in emit_load_pair(b, pair, kv)]
             else:
                 loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
             if lines:

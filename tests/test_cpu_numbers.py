@@ -41,12 +41,37 @@ def test_denormal_keys_values_and_queries_count(dtype: str) -> None:
 def test_every_fp8_code_reads_as_its_value(kv_dtype: str) -> None:
     codes = np.arange(256, dtype=np.uint8)
     expected = codes.view(numpy_dtype(kv_dtype)).astype(np.float32)
-    for rows in (1, 20):  # one visible key: the output is its value
+    for rows in (1, 4, 20):  # one visible key: the output is its value
         out = cupaged.paged_attention(
             np.zeros((rows, 1, 256), np.float32), np.zeros((1, 1, 1, 256), np.uint8), codes.reshape(1, 1, 1, 256),
             [[0]], [1], query_start_loc=[0, rows], kv_dtype=kv_dtype, causal=False,
         )  # fmt: skip
         np.testing.assert_array_equal(out[-1, 0], expected)
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 80, 128])
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_fp8_code_of_a_key_is_multiplied(kv_dtype: str, head_dim: int, rng: np.random.Generator) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    values = codes.view(numpy_dtype(kv_dtype)).astype(np.float32)
+    codes, values = codes[~np.isinf(values)], values[~np.isinf(values)]
+    n, places = np.arange(len(codes)), rng.integers(head_dim, size=len(codes))
+    k_cache = np.zeros((len(codes), 1, 1, head_dim), np.uint8)
+    k_cache[n, 0, 0, places] = codes
+    for group in (1, 4, 20):  # one key a sequence and queries that see one element of it: the logit is its value
+        q = np.zeros((len(codes), group, head_dim), np.float32)
+        q[n, :, places] = 1
+        _, lse = cupaged.paged_attention(
+            q,
+            k_cache,
+            np.zeros_like(k_cache),
+            n[:, None],
+            np.ones(len(codes), np.int32),
+            kv_dtype=kv_dtype,
+            scale=1.0,
+            return_lse=True,
+        )
+        np.testing.assert_array_equal(lse, np.repeat(values[:, None], group, axis=1))
 
 
 @entry

@@ -3,7 +3,8 @@
 Columns: best time a call, GB/s of visible K and V, fraction of the read bandwidth measured in the same moments over as many bytes, one
 after another, with all threads, and how many times longer the peers take. Peers (torch, and vLLM's CPU kernel) live in another Python,
 named by the environment variable CUPAGED_VLLM_PYTHON; it runs as one subprocess that takes turns with ours. Without it those columns
-are empty. `numpy` gathers pages and multiplies in float32 with plain NumPy; it is left out where K and V are above 64 MB.
+are empty, as they are for fp8 pages (`--kind fp8`, which puts float16 beside them). `numpy` gathers pages and multiplies in float32
+with plain NumPy; it is left out where K and V are above 64 MB.
 
 A long table can be measured in slices: with `--save FILE.json` rows of the same code that stand in the file are not measured again,
 `--slice SECONDS` stops after so long, and the table printed and written to FILE.txt is that of all rows in the file.
@@ -109,17 +110,25 @@ class Ours:
         flat = self.pool.reshape(-1)
         for at in range(0, flat.size, some.size):
             flat[at : at + some.size] = some[: flat.size - at]
-        self.k_cache, self.v_cache = self.pool[:, 0], self.pool[:, 1]
+        fp8 = c["dtype"].startswith("fp8")
+        self.kv_dtype = c["dtype"] if fp8 else None
+        pages = self.pool.view(np.uint8) if fp8 else self.pool
+        self.k_cache, self.v_cache = pages[:, 0], pages[:, 1]
         self.tables = rng.permutation(shape[0]).astype(np.int32).reshape(c["batch"], columns)
         self.lens = np.full(c["batch"], c["context"], np.int32)
         self.starts = np.arange(c["batch"] + 1, dtype=np.int32) * c["rows"]
-        self.q = rng.standard_normal((c["batch"] * c["rows"], c["num_heads"], c["head_dim"]), np.float32).astype(dtype)
+        queries = numpy_dtype("float16") if fp8 else dtype
+        self.q = rng.standard_normal((c["batch"] * c["rows"], c["num_heads"], c["head_dim"]), np.float32).astype(
+            queries
+        )
         self.out = np.empty_like(self.q)
         limits = {"block_size": c["block_size"], "num_blocks": shape[0]}
         self.plan = Plan(*host_metadata(self.tables, self.lens, self.starts, **limits), **limits)
 
     def attend(self) -> None:
-        cupaged.paged_attention(self.q, self.k_cache, self.v_cache, None, None, plan=self.plan, out=self.out)
+        cupaged.paged_attention(
+            self.q, self.k_cache, self.v_cache, None, None, plan=self.plan, out=self.out, kv_dtype=self.kv_dtype
+        )
 
     def numpy(self) -> None:
         """Gather, convert, multiply: what one writes without a kernel."""
@@ -170,7 +179,7 @@ class Peers:
 
 def configurations(kind: str) -> Iterator[dict[str, Any]]:
     def all_of(batches: tuple[int, ...], contexts: tuple[int, ...], prefill: bool) -> Iterator[dict[str, Any]]:
-        for dtype in ("float32", "float16", "bfloat16"):
+        for dtype in ("fp8_e4m3", "fp8_e5m2", "float16") if kind == "fp8" else ("float32", "float16", "bfloat16"):
             for num_heads, num_kv_heads in ((32, 32), (32, 8), (9, 3)):
                 for head_dim in (64, 128):
                     for block_size in (16, 32):
@@ -181,7 +190,7 @@ def configurations(kind: str) -> Iterator[dict[str, Any]]:
                                     "num_kv_heads": num_kv_heads, "head_dim": head_dim, "dtype": dtype, "block_size": block_size,
                                 }  # fmt: skip
 
-    if kind in ("decode", "all"):
+    if kind in ("decode", "fp8", "all"):
         yield from all_of((1, 8, 64), (128, 2048, 16384), False)
     if kind in ("prefill", "all"):
         yield from all_of((1,), (512, 2048), True)
@@ -260,7 +269,7 @@ def table(rows: list[dict[str, Any]], head: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=["decode", "prefill", "all"], default="all")
+    parser.add_argument("--kind", choices=["decode", "prefill", "fp8", "all"], default="all")
     parser.add_argument(
         "--full", action="store_true", help="all rows; without it, --rows or --save a few, in about two minutes"
     )

@@ -37,6 +37,8 @@ def best_seconds(call: Callable[[], object], seconds: float) -> float:
 
 
 def make_peers(config: dict) -> dict[str, Callable[[], object]]:
+    if config["dtype"] not in DTYPES:  # fp8 pages
+        return {}
     batch, context, rows = config["batch"], config["context"], config["rows"]
     heads, kv_heads, dim, size = config["num_heads"], config["num_kv_heads"], config["head_dim"], config["block_size"]
     dtype = DTYPES[config["dtype"]]

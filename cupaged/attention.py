@@ -12,7 +12,7 @@ import numpy as np
 from .arguments import flag
 from .arrays import DTYPES, FP8_DTYPES, Array, Attention, WriteKV, as_array, empty_beside, is_cupy, pages_view
 from .backends import backend_of
-from .call_form import Form, RepeatedCall, call_form, cannot_change, check_results
+from .call_form import Form, call_form, check_results
 from .checks import (
     check_apart,
     check_caches,
@@ -26,6 +26,7 @@ from .checks import (
 from .metadata import check_given, check_slots, device_metadata
 from .plan import Plan
 from .recent_plan import last_call, recent_plan
+from .repeated_calls import RepeatedCall, cannot_change
 
 
 def paged_attention(

@@ -86,41 +86,6 @@ def check_results(form: Form, key: Any, q: Array, out: Array | None, lse: Array 
         remember(_forms, key, form, 1024)
 
 
-class RepeatedCall:
-    """A call with a plan that the CPU backend can repeat: the same options, on other arrays of the same forms.
-
-    Options are the same when they are the same objects, since 1 == True, and of kinds that nobody can change in place. Compiled code
-    compares the arrays, and the rows of `q` with those that the plan has now.
-    """
-
-    __slots__ = ("options", "over", "step", "where")
-
-    def __init__(self, attention: Any, step: Any, *options: Any) -> None:
-        self.over, self.step, self.where, self.options = attention.over, step, step.where, options
-
-    def repeat(
-        self, q: Any, k_cache: Any, v_cache: Any, out: Any, layout: Any, kv_dtype: Any, scale: Any, causal: Any, window: Any,
-        chunk: Any, softcap: Any, num_splits: Any, share_prefix: Any, k_scale: Any, v_scale: Any,
-    ) -> Array | None:  # fmt: skip
-        """The result, or None for a call that must be checked."""
-        a, b, c, d, e, f, g, h, i, j, k = self.options
-        if (
-            layout is a and kv_dtype is b and scale is c and causal is d and window is e and chunk is f and softcap is g
-            and num_splits is h and share_prefix is i and k_scale is j and v_scale is k
-        ):  # fmt: skip
-            result: Array | None = self.over(q, k_cache, v_cache, self.where, out)
-            return result
-        return None
-
-
-def cannot_change(*options: Any) -> bool:
-    """Whether options are of kinds that nobody can change in place."""
-    return all(type(x) in _CONSTANT for x in options)
-
-
-_CONSTANT = (type(None), bool, int, float, str)
-
-
 def remember(store: dict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Put an entry into a cache, which is emptied first when it is full: what is still in use comes back at once."""
     if len(store) >= most:

@@ -21,13 +21,12 @@ from .arguments import choice, integer, number
 from .arrays import FP8_DTYPES, Array, as_array, device_of, numpy_dtype, pages_view
 from .attention import OPTIONS, call_on_pages, run_attention, write_pages
 from .backends import backend_of
-from .call_form import cannot_change
 from .checks import check_device, check_rows
 from .errors import refuse_copies
 from .groups import Group, checked
 from .metadata import host_int32
 from .plan import Plan, PlanOptions
-from .repeated_layer import RepeatedLayer
+from .repeated_calls import RepeatedLayer, cannot_change
 from .steps import Step
 
 _MOST_LAYERS = 2**16  # a number of blocks in the place of that of layers would fill all memory with names of layers

@@ -68,7 +68,7 @@ class Plan:
     device: dict[Any, Any] = field(default_factory=dict)  # a backend's work for this step
     step: Step | None = None  # the allocator's, which knows what its tables share
     host: Any = None  # the CPU backend's addresses of the arrays above
-    repeated: Any = None  # a call with this plan that was checked, see `call_form.RepeatedCall`
+    repeated: Any = None  # a call with this plan that was checked, see `repeated_calls.RepeatedCall`
     _shared_prefix: SharedPrefix | None = None
 
     @property

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .call_form import Form, RepeatedCall, remember
+from .call_form import Form, remember
 from .metadata import host_int32, host_metadata
 from .plan import Plan
+from .repeated_calls import RepeatedCall
 
 
 class _Known(NamedTuple):

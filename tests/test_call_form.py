@@ -22,6 +22,7 @@ from cupaged.cuda_structs import ADDRESSES, ATTENTION, attention_pieces, pack, p
 from cupaged.launcher import DeviceInfo
 from cupaged.metadata import host_metadata
 from cupaged.plan import Plan
+from cupaged.repeated_calls import RepeatedCall
 
 BLOCKS, TOKENS, DIM = 24, 6, 16
 OF_THE_WORK = ("block_tables", "seq_lens", "query_start_loc", "share_start", "items", "units", "partials", "partial_states",
@@ -275,14 +276,14 @@ class HostProcess:
         self.plans: dict[Any, Any] = {}
         self.forms: dict[Any, Any] = {}
         self.recent, self.repeated = recent_plan._Recent(), 0
-        real = call_form.RepeatedCall.repeat
+        real = RepeatedCall.repeat
 
         def counted(*arguments: Any) -> Any:
             result = real(*arguments)
             self.repeated += result is not None
             return result
 
-        patch.setattr(call_form.RepeatedCall, "repeat", counted)
+        patch.setattr(RepeatedCall, "repeat", counted)
 
     def check(self, fields: dict[str, Any]) -> None:
         with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):

@@ -39,7 +39,7 @@ def read_stats(
 ) -> Stats:
     """The numbers of this moment."""
     used, slots = pool.num_used, pool.num_used * requests.block_size
-    wasted = wasted_slots(requests, pool)
+    wasted = _wasted_slots(requests, pool)
     queried, hit = (cache.queried_tokens, cache.hit_tokens) if cache else (0, 0)
     return Stats(
         blocks_free=pool.num_free,
@@ -61,7 +61,7 @@ def read_stats(
     )
 
 
-def wasted_slots(requests: Rows, pool: BlockPool) -> int:
+def _wasted_slots(requests: Rows, pool: BlockPool) -> int:
     """Slots in used blocks that hold no token: only last blocks have such, and only where no one holds the block as a full one."""
     rows = (requests.lengths > 0).nonzero()[0]
     lengths = requests.lengths.take(rows)

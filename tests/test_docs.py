@@ -101,6 +101,18 @@ def test_the_map_of_files_has_every_file_of_the_package_and_no_other() -> None:
     assert not [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in named)]
 
 
+def test_the_control_plane_imports_nothing_of_the_data_plane() -> None:
+    page = (ROOT / "docs/files.md").read_text()
+    of_control = page[page.index("## Control plane") : page.index("## Data plane")]
+    shared = page[page.index("Both planes use") : page.index("`__init__.py`")]
+    names = {name[:-3] for name in re.findall(r"`(\w+\.py)`", of_control + shared)}
+    assert len(names) > 30
+    for name in names:
+        source = (ROOT / "cupaged" / f"{name}.py").read_text()
+        assert names.issuperset(re.findall(r"^ *from \.(\w+) import", source, re.MULTILINE)), name
+        assert not re.search(r"^ *(from \. import|import cupy|from cupy|import numba)", source, re.MULTILINE), name
+
+
 def test_the_picture_shows_what_the_allocator_does() -> None:
     mapping = script("mapping")
     assert mapping.draw(mapping.scene()) == mapping.OUT.read_text(), "run `make docs`"

@@ -46,12 +46,7 @@ class Group:
 
     def horizon(self, positions: Ints) -> Ints:
         """The first token that a query at each of `positions [n]` sees; later queries see none before it."""
-        first = np.zeros_like(positions)
-        if self.window is not None:
-            np.maximum(positions - (self.window - 1), 0, out=first)
-        if self.chunk is not None:
-            np.maximum(first, positions // self.chunk * self.chunk, out=first)
-        return first
+        return first_visible(positions, self.window, self.chunk)
 
     def beyond(self, token: int) -> int:
         """The shortest length whose next query sees nothing before `token`."""
@@ -59,6 +54,16 @@ class Group:
         if self.chunk is not None:
             lengths.append(-(-token // self.chunk) * self.chunk)
         return min(lengths)
+
+
+def first_visible(positions: Ints, window: int | None, chunk: int | None) -> Ints:
+    """The first token that a query at each of `positions [n]` sees, 0 for a position below 0."""
+    first = np.zeros_like(positions)
+    if window is not None:
+        np.maximum(positions - (window - 1), 0, out=first)
+    if chunk is not None:
+        np.maximum(first, positions // chunk * chunk, out=first)
+    return first
 
 
 def checked(groups: Iterable[Group] | None) -> list[Group]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arrays import Array
+from .groups import first_visible
 
 MIN_SHARE = 128  # tokens: below this, launching and merging cost more than reading
 LEAST_UNIT = 32  # tokens: a unit of fewer counts as so many where that is little against a share (`least_unit`)
@@ -69,7 +70,7 @@ def make_schedule(
         first_row = before[sequence] + row // group
         last_row = before[sequence] + (np.minimum(row + rows, packed[sequence]) - 1) // group
         length = lens[sequence]
-    low = _lowest_key(first_row, window, chunk)
+    low = first_visible(first_row, window, chunk)
     if skip is not None:
         low = np.maximum(low, skip[sequence])
     if one_each and not after and chunk is None:  # the last row is the sequence's last token: it sees all there is
@@ -80,7 +81,7 @@ def make_schedule(
     if num_splits is None:
         of, first, last, count, share_start = _equal_shares(low, high, tile, shares)
     else:
-        base = _lowest_key(np.maximum(before, 0), window, chunk) // tile
+        base = first_visible(np.maximum(before, 0), window, chunk) // tile
         each = np.maximum(-(-(-(-lens // tile) - base) // num_splits), 1)[sequence] * tile
         of, first, last, count = _split(low, high, base[sequence] * tile, each)
         share_start = _deal(last - first, shares)
@@ -166,16 +167,6 @@ def _expand(count: Array) -> tuple[Array, Array]:
     """For counts [2, 0, 3]: owners [0, 0, 2, 2, 2] and numbers within an owner [0, 1, 0, 1, 2]."""
     of = np.repeat(np.arange(len(count)), count)
     return of, np.arange(len(of)) - (np.cumsum(count) - count)[of]
-
-
-def _lowest_key(position: Array, window: int | None, chunk: int | None) -> Array:
-    """The first key that a row at `position` may see (0 for a row before the first)."""
-    low = np.zeros(len(position), np.int64)
-    if window is not None:
-        low = np.maximum(low, position - (window - 1))
-    if chunk is not None:
-        low = np.maximum(low, position // chunk * chunk)
-    return low
 
 
 def _highest_key(position: Array, length: Array, causal: bool, chunk: int | None) -> Array:

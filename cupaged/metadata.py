@@ -33,6 +33,14 @@ def host_int32(x: object, name: str, ndim: int) -> Array:
     return np.ascontiguousarray(a, np.int32)
 
 
+def host_arrays(
+    block_tables: object, seq_lens: object, query_start_loc: object | None
+) -> tuple[Array, Array, Array | None]:
+    """Tables, lengths and query starts as int32 arrays, whatever they hold; None stays None."""
+    tables, lens = host_int32(block_tables, "block_tables", 2), host_int32(seq_lens, "seq_lens", 1)
+    return tables, lens, None if query_start_loc is None else host_int32(query_start_loc, "query_start_loc", 1)
+
+
 def host_metadata(
     block_tables: object,
     seq_lens: object,
@@ -48,22 +56,32 @@ def host_metadata(
     Entries after a row's last used column are never looked at. An unmapped entry (-1) below `seq_len` is an error unless a
     window or chunk explains it.
     """
-    lens = host_int32(seq_lens, "seq_lens", 1)
-    tables = host_int32(block_tables, "block_tables", 2)
+    tables, lens, starts = host_arrays(block_tables, seq_lens, query_start_loc)
+    return tables, lens, check_values(tables, lens, starts, block_size, num_blocks, window, chunk)
+
+
+def check_values(
+    tables: Array,
+    lens: Array,
+    starts: Array | None,
+    block_size: int,
+    num_blocks: int,
+    window: int | None,
+    chunk: int | None,
+) -> Array:
+    """`host_metadata` for what `host_arrays` returned; returns the query starts."""
     num_seqs, max_blocks = tables.shape
     if len(lens) != num_seqs:
         raise ValueError(f"seq_lens: expected {num_seqs} entries, one per row of block_tables, got {len(lens)}")
-    if query_start_loc is None:
+    if starts is None:
         starts = np.arange(num_seqs + 1, dtype=np.int32)
-    else:
-        starts = host_int32(query_start_loc, "query_start_loc", 1)
-        if len(starts) != num_seqs + 1:
-            raise ValueError(f"query_start_loc: expected num_seqs + 1 = {num_seqs + 1} entries, got {len(starts)}")
-        if starts[0] != 0 or (starts[1:] < starts[:-1]).any():
-            raise ValueError(
-                f"query_start_loc: expected a rising sequence that starts at 0, got {_short(starts)}; "
-                "row i's queries are [query_start_loc[i], query_start_loc[i + 1])"
-            )
+    elif len(starts) != num_seqs + 1:
+        raise ValueError(f"query_start_loc: expected num_seqs + 1 = {num_seqs + 1} entries, got {len(starts)}")
+    elif starts[0] != 0 or (starts[1:] < starts[:-1]).any():
+        raise ValueError(
+            f"query_start_loc: expected a rising sequence that starts at 0, got {_short(starts)}; "
+            "row i's queries are [query_start_loc[i], query_start_loc[i + 1])"
+        )
     if num_seqs:
         _check_lengths(lens, max_blocks, block_size)
         lowest = -1 if window is not None or chunk is not None else 0
@@ -73,7 +91,7 @@ def host_metadata(
             bad &= np.arange(max_blocks) < -(-lens[:, None] // block_size)
             if bad.any():
                 _refuse_entry(tables, bad, num_blocks)
-    return tables, lens, starts
+    return starts
 
 
 def _check_lengths(lens: Array, max_blocks: int, block_size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .call_form import Form, remember
-from .metadata import host_int32, host_metadata
+from .metadata import check_values, host_arrays
 from .plan import Plan
 from .repeated_calls import RepeatedCall
 
@@ -49,18 +49,15 @@ _INT32 = np.dtype(np.int32)
 
 def recent_plan(form: Form, block_tables: Any, seq_lens: Any, query_start_loc: Any | None) -> Plan:
     """The plan of host metadata, checked. Raises what `host_metadata` raises."""
-    tables, lens = host_int32(block_tables, "block_tables", 2), host_int32(seq_lens, "seq_lens", 1)
-    starts = None if query_start_loc is None else host_int32(query_start_loc, "query_start_loc", 1)
+    tables, lens, starts = host_arrays(block_tables, seq_lens, query_start_loc)
     o = form.options
     key = (form.block_size, form.num_blocks, o.window, o.chunk)
     known = _recent.plans.get(key)
     if known is not None and known.holds(tables, lens, starts):
         _recent.last = known
         return known.plan
-    metadata = host_metadata(
-        tables, lens, starts, block_size=form.block_size, num_blocks=form.num_blocks, window=o.window, chunk=o.chunk
-    )
-    plan = Plan(*metadata, form.block_size, form.num_blocks)
+    checked = check_values(tables, lens, starts, form.block_size, form.num_blocks, o.window, o.chunk)
+    plan = Plan(tables, lens, checked, form.block_size, form.num_blocks)
     if tables.size:
         kept = bytearray(tables), bytearray(lens), None if starts is None else bytearray(starts)
         plan.block_tables = np.frombuffer(kept[0], np.int32).reshape(tables.shape)

@@ -34,7 +34,7 @@ import numpy as np
 import cupaged
 from cupaged.arrays import numpy_dtype
 from cupaged.cpu import address, run
-from cupaged.cpu_vector import WIDTH, add, as_pointer, fetch_add, load, poke_float, splat, total, worker
+from cupaged.cpu_vector import WIDTH, add, as_pointer, fetch_add, load, poke_float, splat, total
 from cupaged.cpu_work import SOURCE
 from cupaged.metadata import host_metadata
 from cupaged.plan import Plan
@@ -52,7 +52,11 @@ QUICK = {
 }
 
 
-@worker
+# Not kept on disk: what a script has compiled is of a module that a package does not find.
+uncached_worker = numba.cfunc(numba.types.void(numba.int64, numba.int64), error_model="numpy")
+
+
+@uncached_worker
 def _read(params: int, number: int) -> None:
     p = numba.carray(as_pointer(params), 4, np.int64)  # counter, address, bytes, sink
     while True:
@@ -122,8 +126,11 @@ class Ours:
             queries
         )
         self.out = np.empty_like(self.q)
-        limits = {"block_size": c["block_size"], "num_blocks": shape[0]}
-        self.plan = Plan(*host_metadata(self.tables, self.lens, self.starts, **limits), **limits)
+        self.plan = self.plan_of(self.tables)
+
+    def plan_of(self, tables: np.ndarray) -> Plan:
+        limits = {"block_size": self.pool.shape[3], "num_blocks": self.pool.shape[0]}
+        return Plan(*host_metadata(tables, self.lens, self.starts, **limits), **limits)
 
     def attend(self) -> None:
         cupaged.paged_attention(

@@ -106,6 +106,8 @@ def integers(values: npt.ArrayLike, name: str) -> Ints:
         raise TypeError(f"{name}: expected integers, got dtype {array.dtype}")
     if array.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
+    if array.dtype == np.uint64 and array.size and array.max() >= 2**63:
+        raise ValueError(f"{name}: expected values that fit int64, got {array.max()}")
     return array.astype(np.int64)
 
 

@@ -24,7 +24,7 @@ class Group:
         window: they see the last `window` tokens, the query's own included; None: all.
         chunk: they see only tokens of the query's own `chunk`-sized span; None: all.
 
-    Raises ValueError or TypeError for a number below 1 or no integer.
+    Raises ValueError or TypeError for a number below 1 or above 2**31 - 1, or no integer.
     """
 
     layers: Sequence[int] = ()
@@ -37,7 +37,7 @@ class Group:
         object.__setattr__(self, "layers", tuple(integer(layer, "layers", 0) for layer in self.layers))
         for name in ("window", "chunk"):
             if getattr(self, name) is not None:
-                integer(getattr(self, name), name, 1)
+                integer(getattr(self, name), name, 1, 2**31 - 1)  # kernels take int32
 
     @property
     def limited(self) -> bool:

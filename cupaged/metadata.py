@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import host_array
+from .arguments import host_array, integers
 from .arrays import Array, array_module, at_rest, device_of, is_cupy
 from .checks import check_device, not_captured
 
@@ -162,6 +162,8 @@ def check_slots(slot_mapping: Any, num_tokens: int, num_slots: int, like: Array)
     if slots.dtype not in (np.int64, np.int32):
         if not (slots.size == 0 or slots.dtype.kind in "iu"):
             raise TypeError(f"slot_mapping: expected int64 or int32, got {slots.dtype}")
+        if not is_cupy(slots):
+            slots = integers(slots, "slot_mapping")  # says what int64 cannot hold
         with device_of(slots):
             not_captured(slots, "slot_mapping", "int64 or int32", slots)
             slots = slots.astype(np.int64)

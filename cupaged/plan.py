@@ -120,12 +120,19 @@ class Plan:
     def update(self, step: Step) -> None:
         """Take over the metadata of `step`; a graph plan refills its device buffers on the current stream, by one copy.
 
-        All or nothing. Raises ValueError when the step does not fit the bounds.
+        All or nothing. Raises ValueError when the step does not fit the bounds, or has tables with a window or chunk and the plan
+        has none.
         """
         if not hasattr(step, "slot_mapping"):
             raise TypeError(f"step: expected the Step that a BlockAllocator gave, got {type(step).__name__}")
         if step.block_size != self.block_size:
             raise ValueError(f"step: expected block_size {self.block_size} as the plan has, got {step.block_size}")
+        kind, options = getattr(step, "kind", None), self.options  # a step of someone else's making has no kind
+        if kind is not None and kind.limited and options is not None and options.window is options.chunk is None:
+            raise ValueError(
+                f"step: expected tables of full attention, as the plan is for, got those of {kind}, which lose blocks; give the step of "
+                "another group, or make the plan with window and chunk"
+            )
         fresh = Plan(
             step.block_tables, step.seq_lens, step.query_start_loc, self.block_size, step.num_blocks, step.slot_mapping,
             self.options, self.bounds, self.device,

@@ -37,7 +37,7 @@ KINDS: dict[str, list[Any]] = {
     "array": [*TEXT, None, 1.0, [0.5], np.float32(1), np.array(1.0), np.zeros(0), np.ones((1,) * 7), RAGGED],
     "array or none": [*TEXT, 1.0, [0.5], np.array(1.0), np.zeros(0), np.ones((1,) * 7)],
     "per head or none": [*TEXT, 1.0, [0.5], [[0.5], [1.0, 2.0]], np.ones(5), np.ones(4, complex), np.ones(4, bool), ["1"] * 4, [None] * 4],
-    "integers": [*TEXT, None, 1, [0.5], np.array(1), np.ones((1, 1, 1), int), [True, False], [[1], [1, 2]], ["1"]],
+    "integers": [*TEXT, None, 1, [0.5], np.array(1), np.ones((1, 1, 1), int), [True, False], [[1], [1, 2]], ["1"], [2**64 - 1]],
     "integers or none": [*TEXT, 1, [0.5], np.array(1), np.ones((1, 1, 1), int), [True, False], [[1], [1, 2]], ["1"]],
     "plan": [*TEXT, 1, True, np.ones(2)],
     "step": [*TEXT, None, 1, True, np.ones(2)],

@@ -107,7 +107,8 @@ def test_a_slot_that_left_the_horizon_has_no_number() -> None:
 
 def test_bad_groups_are_refused() -> None:
     for arguments, error, message in (
-        ({"window": 0}, ValueError, "window: expected an integer of at least 1, got 0"),
+        ({"window": 0}, ValueError, "window: expected an integer from 1 to 2147483647, got 0"),
+        ({"chunk": 2**70}, ValueError, "chunk: expected an integer from 1 to 2147483647, got 1180591620717411303424"),
         ({"chunk": 1.5}, TypeError, "chunk: expected an integer, got 1.5"),
         ({"layers": 3}, TypeError, "layers: expected a list of layer numbers, got 3; write [3]"),
         ({"layers": [-1]}, ValueError, "layers: expected an integer of at least 0, got -1"),

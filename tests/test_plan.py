@@ -253,3 +253,7 @@ def test_a_host_plan_serves_later_steps(rng: np.random.Generator) -> None:
     assert plan.write_slots is step.slot_mapping
     with pytest.raises(ValueError, match="step: expected block_size 4 as the plan has, got 8"):
         plan.update(SimpleNamespace(**{**vars(step), "block_size": 8}))
+    windowed = cupaged.BlockAllocator(4, 4, [cupaged.Group(window=2)])
+    with pytest.raises(ValueError, match=r"step: expected tables of full attention.*window=2"):
+        plan.update(windowed.add_request("A", 3))
+    assert plan.write_slots is step.slot_mapping

@@ -21,24 +21,55 @@ constexpr float kCodeFactor = kByteTrick ? 256.0f : 1.0f;  // of an fp8 value ov
 constexpr float kSmallestScale = 1.2e-38f;                 // just not subnormal: 0 would make NaN of an empty state's -inf
 constexpr int kSteps = (kHeadDim + 15) / 16;               // of 16 entries of head_dim, the last perhaps 8
 constexpr int kQueryRowBytes = (2 * kSteps | 1) * 16;
-constexpr bool kQueryInRegisters = kRowTiles * kHeadDim <= 256;
+constexpr bool kQueryInRegisters = kWarpRows * kHeadDim <= 2048;
+constexpr bool kRowsFirst = kWarpRows == 16;  // the M of m16n8k16 is packed rows, else keys and entries of head_dim
+constexpr int kPer16 = kRowsFirst ? 2 : 1;    // accumulators of 16 keys or entries of head_dim
+static_assert(kWarpRows == 8 || kWarpRows == 16, "the rows of a warp are the N or the M of m16n8k16");
 
 // ------------------------------------------------------------------------------------------------ 16-bit and fp8 operands
 
-template <bool kHalfStep = false>
-__device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  if constexpr (kBfloat16) {
-    if constexpr (kHalfStep) {
-      mma_m16n8k8_bf16(d, a[0], a[1], b0);
-    } else {
-      mma_m16n8k16_bf16(d, a, b0, b1);
+using RowOperand = unsigned[kPer16 * 2];  // 16 entries of head_dim of the queries, or probabilities of 16 keys
+
+// Where 8 keys or 8 entries of head_dim (0, 1) of 8 summands (0, 1) stand in the operand of 16 by 16.
+__device__ __forceinline__ constexpr int operand_at(int eight, int summands) {
+  return kRowsFirst ? eight * 2 + summands : eight + summands * 2;
+}
+
+// d += the rows times 16 keys or entries of head_dim: `rows` is the A or the B operand, x the other. kOnly8: without the second
+// 8 of them, where d has an accumulator of their own.
+template <bool kOnly8 = false, int kWords>
+__device__ __forceinline__ void multiply(float (*d)[4], const unsigned (&rows)[kWords], const unsigned (&x)[4]) {
+  if constexpr (kWords == 4) {
+#pragma unroll
+    for (int n = 0; n < (kOnly8 ? 1 : 2); ++n) {
+      if constexpr (kBfloat16) {
+        mma_m16n8k16_bf16(d[n], rows, x[2 * n], x[2 * n + 1]);
+      } else {
+        mma_m16n8k16_f16(d[n], rows, x[2 * n], x[2 * n + 1]);
+      }
     }
+  } else if constexpr (kBfloat16) {
+    mma_m16n8k16_bf16(d[0], x, rows[0], rows[1]);
   } else {
-    if constexpr (kHalfStep) {
-      mma_m16n8k8_f16(d, a[0], a[1], b0);
-    } else {
-      mma_m16n8k16_f16(d, a, b0, b1);
+    mma_m16n8k16_f16(d[0], x, rows[0], rows[1]);
+  }
+}
+
+// The same over 8 summands: x holds those of keys 0 to 7 and 8 to 15.
+__device__ __forceinline__ void multiply_8(float (*d)[4], const RowOperand& rows, const unsigned (&x)[2]) {
+  if constexpr (kRowsFirst) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (kBfloat16) {
+        mma_m16n8k8_bf16(d[n], rows[0], rows[1], x[n]);
+      } else {
+        mma_m16n8k8_f16(d[n], rows[0], rows[1], x[n]);
+      }
     }
+  } else if constexpr (kBfloat16) {
+    mma_m16n8k8_bf16(d[0], x[0], x[1], rows[0]);
+  } else {
+    mma_m16n8k8_f16(d[0], x[0], x[1], rows[0]);
   }
 }
 
@@ -161,35 +192,33 @@ __device__ __forceinline__ void load_queries(const Params& p, const Task& task, 
   }
 }
 
-struct Query {  // B operands of Q^T: k = entries 2c, 2c + 1 (and + 8) of a step, column = row g
+struct Query {  // operands of Q: a step's entries 2c, 2c + 1 (and + 8) of row g, and of row g + 8 where there are 16
   SharedAddress lane_row;
-  unsigned registers[kQueryInRegisters ? kSteps : 1][kRowTiles][2];
+  RowOperand registers[kQueryInRegisters ? kSteps : 1];
 
   // `rows`: this warp's first row.
   __device__ __forceinline__ void open(const unsigned char* rows) {
     const int lane = threadIdx.x % 32;
-    lane_row = shared_address(rows) + (lane / 16 * 8 + lane % 8) * kQueryRowBytes + lane / 8 % 2 * 16;
+    lane_row = shared_address(rows) + lane % kWarpRows * kQueryRowBytes + lane / kWarpRows % 2 * 16;
     if constexpr (kQueryInRegisters) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load(step, registers[step]);
     }
   }
-  __device__ __forceinline__ void load(int step, unsigned (&b)[kRowTiles][2]) const {
-    static_assert(kRowTiles <= 2, "more row tiles need more ldmatrix");
-    if constexpr (kRowTiles == 1) {
-      ldmatrix_x2(b[0], lane_row + step * 32);
+  template <int kWords>
+  __device__ __forceinline__ void load(int step, unsigned (&q)[kWords]) const {
+    if constexpr (kWords == 4) {
+      ldmatrix_x4(q, lane_row + step * 32);
     } else {
-      unsigned x[4];
-      ldmatrix_x4(x, lane_row + step * 32);
-      b[0][0] = x[0], b[0][1] = x[1], b[1][0] = x[2], b[1][1] = x[3];
+      ldmatrix_x2(q, lane_row + step * 32);
     }
   }
-  __device__ __forceinline__ void get(int step, unsigned (&b)[kRowTiles][2]) const {
+  __device__ __forceinline__ void get(int step, RowOperand& q) const {
     if constexpr (kQueryInRegisters) {
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) b[t][0] = registers[step][t][0], b[t][1] = registers[step][t][1];
+      for (int i = 0; i < kPer16 * 2; ++i) q[i] = registers[step][i];
     } else {
-      load(step, b);
+      load(step, q);
     }
   }
 };

@@ -4,6 +4,12 @@
 #pragma once
 #include "ptx.cuh"
 
+// p + index * bytes.
+template <class T>
+__device__ __forceinline__ const T* element(const T* p, unsigned index, unsigned bytes) {
+  return reinterpret_cast<const T*>(reinterpret_cast<unsigned long long>(p) + wide_product(index, bytes));
+}
+
 struct PagedKV {
   const unsigned char* k;  // [num_blocks, num_kv_heads, block_size, head_dim], head_dim contiguous
   const unsigned char* v;

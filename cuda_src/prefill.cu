@@ -4,7 +4,7 @@
 //            contract. A tile of keys and values moves once from global to shared memory for all kRows packed rows of a unit.
 // Layout     q, out [num_tokens, num_heads, head_dim]; pages by strides (paged_kv.cuh); work items and partials as in work.cuh,
 //            so a long prefix before few rows is cut over many blocks like a decode.
-// Threads    A warp owns 8 * kRowTiles packed rows and sees every tile; the arithmetic of a tile is mma_tile.cuh's (after
+// Threads    A warp owns kWarpRows packed rows and sees every tile; the arithmetic of a tile is mma_tile.cuh's (after
 //            FlashAttention-2: Dao 2023, section 3.2, where warps split rows and not keys). The first kTokens threads fetch the
 //            page ids of a tile, a round before all threads copy it and kStages rounds before its turn. A warp skips tiles that
 //            none of its rows sees; blocks skip those that no row of the unit sees, as the item's range ends there. With 64 rows
@@ -31,7 +31,6 @@ constexpr int kLeftBytes = kRows * kSumFloats * 4;                           // 
 constexpr int kQueryBytes = kQueryInRegisters ? kRows * kQueryRowBytes : 0;  // on their way to registers queries lie there too
 constexpr int kLeastBytes = kLeftBytes > kQueryBytes ? kLeftBytes : kQueryBytes;
 constexpr int kStageBytes = kRingBytes > kLeastBytes ? kRingBytes : kLeastBytes;
-constexpr int kWarpRows = 8 * kRowTiles;
 static_assert(kRows == kWarps * kWarpRows, "every row has a warp");
 static_assert(kStages < kMasks && kTokens <= kThreads, "masks and page ids of a tile");
 static_assert(kStageOffset + kStageBytes == kSharedBytes, "the host asks for another size");
@@ -78,7 +77,7 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
 
   Copier<kThreads> copier;
   TileLane tile_lane;
-  copier.open(), tile_lane.open();
+  copier.open(p.kv), tile_lane.open();
   int stage = 1, page = page_of(begin);
   place(begin, page);
   page = page_of(begin + 1);
@@ -91,9 +90,9 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
       const TokenRows* from = shared().token_rows[ahead & 1] + copier.token;
       const Mask mapped = mapped_of(ahead);
       if (mapped == kFull) {
-        copier.copy<true>(to, from, mapped);
+        copier.copy<true>(p.kv, to, from, mapped);
       } else {
-        copier.copy<false>(to, from, mapped);
+        copier.copy<false>(p.kv, to, from, mapped);
       }
     }
     cp_async_commit();
@@ -103,7 +102,9 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
     if (t >= begin && num_rows > 0 && start < high.hi && start + kTokens > low.lo) {
       const Mask mapped = mapped_of(t);
       const bool clean = mapped == kFull && start >= high.lo && start + kTokens <= low.hi;
-      attend_tile(p, ring_address + stage * 2 * kTileBytes, tile_lane, query, rows, start, clean, mapped, state, sums);
+      attend_tile(
+          p, ring_address + stage * 2 * kTileBytes + tile_lane.k, tile_lane, query, rows, start, clean, [&] { return mapped; },
+          state, sums);
     }
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }

@@ -150,18 +150,17 @@ __device__ __forceinline__ float rcp_approx(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// p + index * bytes, the product added as it is formed. Bytes below 2^32, or any.
-template <class T>
-__device__ __forceinline__ const T* element(const T* p, unsigned index, unsigned bytes) {
-  const T* q;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(q) : "r"(index), "r"(bytes), "l"(p));
-  return q;
+// a * b in 64 bits. The assembler joins it with an addition that follows into one instruction; mad.wide it takes apart.
+__device__ __forceinline__ unsigned long long wide_product(unsigned a, unsigned b) {
+  unsigned long long product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
 }
-template <class T>
-__device__ __forceinline__ const T* far_element(const T* p, long long index, long long bytes) {
-  const T* q;
-  asm("mad.lo.s64 %0, %1, %2, %3;" : "=l"(q) : "l"(index), "l"(bytes), "l"(p));
-  return q;
+// x, formed here: the compiler does not put off its last step to where x is used, in the next round of a loop perhaps.
+__device__ __forceinline__ unsigned long long formed_here(unsigned long long x) {
+  unsigned long long y;
+  asm volatile("mov.b64 %0, %1;" : "=l"(y) : "l"(x));
+  return y;
 }
 // The low and the high half of a register, which many instructions can name without moving them.
 __device__ __forceinline__ void split_halves(unsigned x, unsigned short& low, unsigned short& high) {

@@ -2,9 +2,10 @@
 //
 // Layout     A tile is kTokens rows of K and after them kTokens rows of V. Rows are padded to an odd number of 16-byte units, so
 //            that the 8 rows of an ldmatrix touch all 32 banks: with head_dim 128 and 16-bit pages 17 units, 272 bytes.
-// Threads    Whoever fetched a token's page id leaves the addresses of its rows in shared memory (TokenRows). 8 lanes copy a row
-//            of whole lines of 128 bytes, else the next power of two of lanes, some idle: each keeps its place in rows, adds it to
-//            a row's address once, and goes on by constants. With head_dim 80 and 16-bit pages a row is 10 pieces for 16 lanes.
+// Threads    Whoever fetched the page id of a token, or of a run of tokens, leaves the addresses of its rows in shared memory
+//            (TokenRows). 4 lanes copy a row of a multiple of 64 bytes, two whole sectors at a time, else the next power of two of
+//            lanes, some idle: each keeps its place in rows, adds it to a row's address once, and goes on by constants. With
+//            head_dim 80 and 16-bit pages a row is 10 pieces for 16 lanes.
 // Not here   When tiles are fetched and waited for: decode_mma.cu, prefill.cu.
 #pragma once
 #include "work.cuh"
@@ -26,7 +27,7 @@ struct MaskOf<true> {
 };
 using Mask = MaskOf<(kTokens > 32)>::type;  // a bit a token of a tile
 constexpr Mask kFull = ~Mask(0) >> (8 * sizeof(Mask) - kTokens);
-struct alignas(16) TokenRows {  // where a token's key and value begin
+struct alignas(16) TokenRows {  // where a token's key and value begin, or those of the first of a run
   const unsigned char *k, *v;
 };
 
@@ -42,9 +43,13 @@ __device__ __forceinline__ const T* kept_pointer(const T* x) {
   return reinterpret_cast<const T*>(kept(reinterpret_cast<unsigned long long>(x)));
 }
 
-// Whether a row's bytes have addresses alike in their high 32 bits.
-__device__ __forceinline__ bool within_4_gib(const unsigned char* row) {
-  return unsigned(reinterpret_cast<unsigned long long>(row)) <= 0u - kHeadBytes;
+__device__ __forceinline__ const unsigned char* kept_here(const unsigned char* x) {
+  return reinterpret_cast<const unsigned char*>(formed_here(reinterpret_cast<unsigned long long>(x)));
+}
+
+// Whether a row begins where what follows it has the same high 32 bits of address: at most at `last` of its 4 GiB.
+__device__ __forceinline__ bool within_4_gib(const unsigned char* row, unsigned last) {
+  return unsigned(reinterpret_cast<unsigned long long>(row)) <= last;
 }
 
 // row + offset, where no carry leaves the low 32 bits: one addition in place of two.
@@ -53,18 +58,20 @@ __device__ __forceinline__ const unsigned char* add_within_4_gib(const unsigned 
   return reinterpret_cast<const unsigned char*>(address >> 32 << 32 | (unsigned(address) + offset));
 }
 
-// One of kCopiers threads that copy tiles.
-template <int kCopiers>
+// One of kCopiers threads that copy tiles; kPerRun: rows that follow one TokenRows.
+template <int kCopiers, int kPerRun = 1>
 struct Copier {
   static constexpr int kPieces = kHeadBytes / kVec;
-  static constexpr int kLanes = kPieces % 8 == 0 ? 8
-                                : kPieces > 16   ? 32
-                                : kPieces > 8    ? 16
-                                : kPieces > 4    ? 8
-                                : kPieces > 2    ? 4
-                                                 : kPieces;
+  static constexpr int kLanes = kPieces % 4 == 0 && kVec == 16 ? 4
+                                : kPieces % 8 == 0             ? 8
+                                : kPieces > 16                 ? 32
+                                : kPieces > 8                  ? 16
+                                : kPieces > 4                  ? 8
+                                : kPieces > 2                  ? 4
+                                                               : kPieces;
   static constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
-  static constexpr int kAtOnce = kCopiers / kLanes, kRounds = (kTokens + kAtOnce - 1) / kAtOnce;
+  static constexpr int kAtOnce = kCopiers / kLanes;  // rows
+  static constexpr int kRounds = (kTokens + kAtOnce - 1) / kAtOnce;
   static constexpr int kMost = kVec < 4 ? 1 : kCopiers > 32 ? 4 : 8;  // addresses at once: a prefill has few registers to spare
   static constexpr int kBatch = kRounds < kMost ? kRounds : kMost;
   // Where 8 lanes write several rows at once, rows kLanes apart: the rest of an odd stride then keeps them on different banks.
@@ -72,19 +79,22 @@ struct Copier {
 
   int token;       // the first in a tile that this thread copies
   unsigned piece;  // where its first piece begins, in a row
-  unsigned to;     // and in a tile
+  unsigned to;     // in a tile
+  unsigned k, v;   // and in a run of rows
+  static_assert(kAtOnce % kPerRun == 0);
 
-  __device__ __forceinline__ void open() {
+  __device__ __forceinline__ void open(const PagedKV& kv) {
     const int nth = threadIdx.x % kCopiers / kLanes;
     token = kTogether == 1 ? nth : nth / 8 * 8 + nth % kTogether * kLanes + nth / kTogether % kLanes;
     piece = threadIdx.x % kLanes * kVec;
     to = token * kRowBytes + piece;
+    k = piece + token % kPerRun * unsigned(kv.k_slot), v = piece + token % kPerRun * unsigned(kv.v_slot);
   }
 
-  // One tile, K and after it V; zeros where `mapped` has no bit. `rows`: the first of this thread's tokens, `pointer`: where its
-  // first piece goes. kNear: all rows are within_4_gib.
+  // One tile, K and after it V; zeros where `mapped` has no bit. `rows`: the run of the first of this thread's tokens, `pointer`:
+  // where its first piece goes. kNear: all runs are within_4_gib.
   template <bool kAll, bool kNear = false>
-  __device__ __forceinline__ void copy(unsigned char* pointer, const TokenRows* rows, Mask mapped) const {
+  __device__ __forceinline__ void copy(const PagedKV& kv, unsigned char* pointer, const TokenRows* rows, Mask mapped) const {
     const SharedAddress address = shared_address(pointer);
 #pragma unroll
     for (int first = 0; first < kRounds; first += kBatch) {
@@ -93,21 +103,21 @@ struct Copier {
       for (int j = 0; j < kBatch; ++j) {
         const int ahead = (first + j) * kAtOnce;
         if (first + j < kRounds)
-          from[j] = load_as<TokenRows>(rows + (kTokens % kAtOnce == 0 ? ahead : min(ahead, kTokens - 1 - token)));
+          from[j] = load_as<TokenRows>(rows + (kTokens % kAtOnce == 0 ? ahead : min(ahead, kTokens - 1 - token)) / kPerRun);
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
         const int at = (first + j) * kAtOnce + token;
-        const unsigned char* k = kNear ? add_within_4_gib(from[j].k, piece) : from[j].k + piece;
-        const unsigned char* v = kNear ? add_within_4_gib(from[j].v, piece) : from[j].v + piece;
+        const unsigned char* from_k = kNear ? add_within_4_gib(from[j].k, k) : from[j].k + (piece + token % kPerRun * kv.k_slot);
+        const unsigned char* from_v = kNear ? add_within_4_gib(from[j].v, v) : from[j].v + (piece + token % kPerRun * kv.v_slot);
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
           const int step = i * kLanes * kVec, offset = (first + j) * kAtOnce * kRowBytes + step;
           const bool real = (kPerLane * kLanes == kPieces || piece + step < kHeadBytes) && (kTokens % kAtOnce == 0 || at < kTokens);
           if (first + j < kRounds && real) {
             const bool valid = kAll || mapped >> at & 1;
-            copy_piece<kVec>(address + offset, pointer + offset, k + step, valid);
-            copy_piece<kVec>(address + kTileBytes + offset, pointer + kTileBytes + offset, v + step, valid);
+            copy_piece<kVec>(address + offset, pointer + offset, from_k + step, valid);
+            copy_piece<kVec>(address + kTileBytes + offset, pointer + kTileBytes + offset, from_v + step, valid);
           }
         }
       }

@@ -25,7 +25,7 @@ from .shared_work import prefix_kernels
 class Backend(CacheKernels, AttentionKernels, ClassicKernels):
     """The operations on one device."""
 
-    def warmup(self, options: PlanOptions, max_queries: int, softcap: bool, alibi: bool) -> None:
+    def warmup(self, options: PlanOptions, max_queries: int, block_size: int, softcap: bool, alibi: bool) -> None:
         """Compile the kernels of such calls, for arrays whose rows allow the widest accesses."""
         o = options
         group, itemsize, cache_itemsize = (
@@ -45,9 +45,9 @@ class Backend(CacheKernels, AttentionKernels, ClassicKernels):
         }
         for config in configs:
             for planned in (True, False):
-                self._kernel(config, power_of_two(row), planned=planned, softcap=softcap, alibi=alibi)
+                self._kernel(config, power_of_two(row), block_size, planned=planned, softcap=softcap, alibi=alibi)
         for config in prefix_kernels(self.launcher.info, o) if o.share_prefix else ():
-            self._kernel(config, power_of_two(row), planned=True, softcap=softcap, alibi=alibi)
+            self._kernel(config, power_of_two(row), block_size, planned=True, softcap=softcap, alibi=alibi)
         pieces = min(power_of_two(o.head_dim * itemsize) // itemsize, power_of_two(row) // cache_itemsize)
         for slots in (np.int64, np.int32):
             defines = write_defines(o.dtype, o.kv_dtype, o.head_dim, pieces, False, np.dtype(slots))
@@ -87,6 +87,7 @@ def warmup(
     dtype: str = "float16",
     kv_dtype: str | None = None,
     max_queries: int = 1,
+    block_size: int = 16,
     softcap: bool = False,
     alibi: bool = False,
     share_prefix: bool = True,
@@ -96,6 +97,7 @@ def warmup(
     Args:
         num_heads, num_kv_heads, head_dim, dtype, kv_dtype: as in `cupaged.plan`.
         max_queries: the most query rows that one sequence will have in a step: 1 for decode alone, the chunk size with prefill.
+        block_size: of the cache: kernels for an odd one find tokens one by one, for an even one by twos.
         softcap, alibi, share_prefix: whether calls will use them; each prefix that is shared needs kernels for more rows.
 
     Compiled code stays in CuPy's cache on disk, so that a second process only loads it. Raises what `cupaged.plan` raises for
@@ -103,8 +105,9 @@ def warmup(
     """
     options = plan_options(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, None, None, None, True, share_prefix)
     count(max_queries, "max_queries")
+    count(block_size, "block_size")
     softcap, alibi = flag(softcap, "softcap"), flag(alibi, "alibi")
-    current_backend().warmup(options, int(max_queries), softcap, alibi)
+    current_backend().warmup(options, int(max_queries), int(block_size), softcap, alibi)
 
 
 def backend_for(x: Array) -> Any:

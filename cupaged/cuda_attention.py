@@ -51,7 +51,7 @@ class AttentionKernels(DeviceSide):
         work.workspace.reserve(work.num_states + work.num_shared_states, plan.options.head_dim, work.num_tickets)
         work.ready()
         for part in work.parts:
-            self._kernel(part.config, 16, planned=True)
+            self._kernel(part.config, 16, plan.block_size, planned=True)
 
     def place(self, plan: Plan, options: PlanOptions) -> None:
         """Put the work of calls with these options on the device before the first of them: the plan's slots come with it."""
@@ -98,6 +98,7 @@ class AttentionKernels(DeviceSide):
                     function = one.functions[vec] = self._kernel(
                         one.config,
                         vec,
+                        call.k_pages.shape[2],
                         planned=plan is not None,
                         softcap=form.softcap is not None,
                         alibi=call.alibi_slopes is not None,
@@ -157,12 +158,19 @@ class AttentionKernels(DeviceSide):
         return found
 
     def _kernel(
-        self, config: KernelConfig, vec: int, *, planned: bool, softcap: bool = False, alibi: bool = False
+        self,
+        config: KernelConfig,
+        vec: int,
+        block_size: int,
+        *,
+        planned: bool,
+        softcap: bool = False,
+        alibi: bool = False,
     ) -> Any:
-        key = (config, vec, planned, softcap, alibi, debug())
+        key = (config, vec, config.run(block_size), planned, softcap, alibi, debug())
         function = self._functions.get(key)
         if function is None:
-            defines = decode_defines(config, vec, planned, softcap, alibi)
+            defines = decode_defines(config, vec, planned, softcap, alibi, block_size)
             function = self.launcher.get(config.kernel, config.kernel + ".cu", defines, config.shared_bytes)
             self._functions[key] = function
         return function

@@ -132,11 +132,14 @@ def pack_attention(
     )  # fmt: skip
 
 
-def decode_defines(config: KernelConfig, vec: int, planned: bool, softcap: bool, alibi: bool) -> dict[str, int | str]:
+def decode_defines(
+    config: KernelConfig, vec: int, planned: bool, softcap: bool, alibi: bool, block_size: int = 16
+) -> dict[str, int | str]:
     """The constants of an attention kernel; `vec` is the width of an access to pages in bytes."""
     fewest, most = (0, MANY) if planned else config.takes  # a plan has chosen already
+    run = {"kRun": config.run(block_size)} if config.kernel == "decode_mma" else {}
     return {
-        **dict(config.defines), "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap), "kAlibi": int(alibi),
+        **dict(config.defines), **run, "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap), "kAlibi": int(alibi),
         "kFewestRows": fewest, "kMostRows": most, "kParamsBytes": ATTENTION.itemsize,
     }  # fmt: skip
 

@@ -37,6 +37,10 @@ class KernelConfig:
     def threads(self) -> int:
         return 32 * self.warps
 
+    def run(self, block_size: int) -> int:
+        """Tokens that decode_mma.cu finds together, as they lie in one block: 2 where a lane has two of a tile, and blocks allow it."""
+        return 2 if self.tile > 32 and block_size % 2 == 0 else 1
+
 
 def on_tensor_cores(info: DeviceInfo, dtype: str) -> bool:
     return info.arch >= 80 and dtype in ("float16", "bfloat16")
@@ -118,12 +122,11 @@ def decode_mma_config(
         tile //= 2
     tile_bytes = 2 * tile * head_dim * item
     stages = 2 if tile_bytes > 8192 else 3 if tile_bytes > 4096 else 4  # small tiles: more of them in flight
-    fixed = warps * tile * 16 + rows * (_query_bytes(head_dim) + 20) + warps * rows * 8 + 16
+    masks = warps * stages * (8 if tile > 32 else 4)
+    fixed = warps * tile * 16 + rows * (_query_bytes(head_dim) + 20) + warps * rows * 8 + masks + 16
     ring = stages * 2 * tile * _row_bytes(head_dim * item)
     shared = -(-fixed // 128) * 128 + warps * max(ring, rows * (head_dim + 4) * 4)
-    return _mma_config(
-        info, "decode_mma", head_dim, dtype, kv_dtype, rows, rows // 8, tile, stages, warps, shared, takes
-    )
+    return _mma_config(info, "decode_mma", head_dim, dtype, kv_dtype, rows, rows, tile, stages, warps, shared, takes)
 
 
 def prefill_config(
@@ -145,18 +148,17 @@ def prefill_config(
     warps = 2 if most <= 32 else 4 if most < 256 else 8  # 2: threads enough to fetch the pages of a tile
     while warps > 2 and shared_bytes(tile, warps) > info.shared_per_block:
         warps //= 2
-    return _mma_config(
-        info, "prefill", head_dim, dtype, kv_dtype, 16 * warps, 2, tile, stages, warps, shared_bytes(tile, warps), takes
-    )
+    shared = shared_bytes(tile, warps)
+    return _mma_config(info, "prefill", head_dim, dtype, kv_dtype, 16 * warps, 16, tile, stages, warps, shared, takes)
 
 
 def _mma_config(
-    info: DeviceInfo, kernel: str, head_dim: int, dtype: str, kv_dtype: str, rows: int, row_tiles: int, tile: int, stages: int,
+    info: DeviceInfo, kernel: str, head_dim: int, dtype: str, kv_dtype: str, rows: int, warp_rows: int, tile: int, stages: int,
     warps: int, shared: int, takes: tuple[int, int],
 ) -> KernelConfig:  # fmt: skip
     defines: dict[str, int | str] = {
         "kHeadDim": head_dim, "kQueryType": CUDA_TYPES[dtype], "kCacheType": CUDA_TYPES[kv_dtype], "kRows": rows,
-        "kRowTiles": row_tiles, "kTokens": tile, "kStages": stages, "kWarps": warps, "kSharedBytes": shared,
+        "kWarpRows": warp_rows, "kTokens": tile, "kStages": stages, "kWarps": warps, "kSharedBytes": shared,
     }  # fmt: skip
     by_registers = _REGISTERS // (32 * warps * 256)  # both kernels may use all 255 registers a thread
     resident = max(1, min(by_registers, info.shared_per_sm // (shared + 1024)))

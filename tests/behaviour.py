@@ -115,7 +115,7 @@ def least_error(case: Case, rounds: bool) -> tuple[float, float]:
         off = 2 * eps * p * (2 + c)
         off_out, off_lse = np.einsum("rj,rjd->rd", off, np.abs(v - out[:, None])), off.sum(axis=1, keepdims=True)
         if rounds:
-            off_out += 3 * half_unit * np.sqrt(np.where(s < top, p, 0) ** 2 @ v**2)  # the largest is 1
+            off_out += 3 * half_unit * np.sqrt(p**2 @ v**2)  # of the largest too: it is 1 over its own logit only
         if o["sinks"] is not None:
             sink = float(o["sinks"][h])
             with np.errstate(over="ignore"):

@@ -114,7 +114,8 @@ FUNCTIONS: dict[str, tuple[Any, Callable[[], dict[str, Any]], dict[str, str]]] =
         "device": "choice or none", **dict.fromkeys(("max_seqs", "max_tokens", "max_blocks"), "integer or none"),
     }),
     "warmup": (cupaged.warmup, lambda: {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}, {
-        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "max_queries"), "integer"), "dtype": "choice",
+        **dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "max_queries", "block_size"), "integer"),
+        "dtype": "choice",
         "kv_dtype": "choice or none", **dict.fromkeys(("softcap", "alibi", "share_prefix"), "flag"),
     }),
     "paged_attention_v1": (cupaged.classic.paged_attention_v1, classic_arguments, CLASSIC),

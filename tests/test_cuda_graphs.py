@@ -237,16 +237,25 @@ def test_a_plan_with_bounds_refuses_a_larger_step_and_stays_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "kv_dtype", "head_dim"), [(75, "float32", None, 80), (90, "float16", "fp8_e4m3", 64)]
+    ("arch", "dtype", "kv_dtype", "head_dim", "block_size"),
+    [(75, "float32", None, 80, 16), (90, "float16", "fp8_e4m3", 64, 16), (80, "float16", "fp8_e4m3", 64, 3)],
 )
 def test_after_a_warmup_no_call_compiles(
-    rng: np.random.Generator, arch: int, dtype: str, kv_dtype: str | None, head_dim: int
+    rng: np.random.Generator, arch: int, dtype: str, kv_dtype: str | None, head_dim: int, block_size: int
 ) -> None:
     if reason := build.unavailable():
         pytest.skip(reason)
     backend = cuda.Backend(simt_device.Launcher(arch))
     with simt_device.in_place_of_a_gpu(backend):
-        cupaged.warmup(num_heads=6, num_kv_heads=2, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, max_queries=7)
+        cupaged.warmup(
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_queries=7,
+            block_size=block_size,
+        )
         compiled = set(backend.launcher.known)
         for query_lens in (None, [1, 5], [7, 3], [1, 7]):
             case = make_case(
@@ -255,7 +264,7 @@ def test_after_a_warmup_no_call_compiles(
                 query_lens=query_lens,
                 head_dim=head_dim,
                 group=3,
-                block_size=16,
+                block_size=block_size,
                 dtype=dtype,
                 kv_dtype=kv_dtype,
             )

@@ -99,7 +99,7 @@ def test_logits_too_small_for_float32_weigh_keys_alike(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_rows_bits_do_not_depend_on_how_many_rows_share_its_tile(dtype: str, rng: np.random.Generator) -> None:
-    # 8 packed rows take one row tile, 12 take two: the same specialisation but for the number of rows
+    # 8 packed rows are the N of the matrix instructions, 12 their M: other operands, sums in the same order
     case = make_case(
         rng, seq_lens=[150, 60], query_lens=[3, 2], group=4, head_dim=40, block_size=3, dtype=dtype, num_splits=2
     )
@@ -113,21 +113,93 @@ def test_a_rows_bits_do_not_depend_on_how_many_rows_share_its_tile(dtype: str, r
     np.testing.assert_array_equal(few_lse, lse[3:])
 
 
-def test_a_rising_maximum_rescales_what_was_summed(rng: np.random.Generator) -> None:
-    # every later key has a larger logit, over several tiles of every warp
+def rising(rng: np.random.Generator, slopes: list[float], **how: object) -> behaviour.Case:
+    """One sequence of 400 keys, over several tiles of every warp; the logit of key j is j times the head's slope."""
     case = make_case(
-        rng, seq_lens=[400], num_kv_heads=1, group=2, head_dim=64, block_size=16, dtype="float16", scale=1.0, num_splits=1,
+        rng, seq_lens=[400], num_kv_heads=1, group=len(slopes), head_dim=64, block_size=16, dtype="float16", scale=1.0,
+        num_splits=1, **how,
     )  # fmt: skip
     case.q[:] = 0
-    case.q[..., 0] = [[0.5, -0.5]]
+    case.q[..., 0] = 8 * np.array(slopes)
     for j in range(400):
         case.k_cache[case.block_tables[0, j // 16], 0, j % 16, 0] = j / 8
+    return case
+
+
+# 1 / 16: every tile doubles probabilities many times; 1 / 512: no tile after a warp's first does, so its base stays, but the second
+# next would have; 1 / 128: some do
+@pytest.mark.parametrize("slope", [1 / 16, 1 / 128, 1 / 512])
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_a_rising_maximum_rescales_what_was_summed(
+    slope: float, softcap: float | None, rng: np.random.Generator
+) -> None:
+    case = rising(rng, [slope, -slope], softcap=softcap)
     assert_close(case, *run(case), tensor_cores=True)
+
+
+def test_a_row_keeps_its_base_whatever_its_neighbours_logits_do(rng: np.random.Generator) -> None:
+    # one row's logits rise by less than a factor of 2 in its probabilities from tile to tile, another's by many
+    both = rising(rng, [1 / 512, 1 / 16])
+    alone = behaviour.replace(both, q=both.q[:, :1])
+    out, lse = run(both)
+    few_out, few_lse = run(alone)
+    np.testing.assert_array_equal(few_out.view(np.uint16), out[:, :1].view(np.uint16))
+    np.testing.assert_array_equal(few_lse, lse[:, :1])
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 64])
+@pytest.mark.parametrize("how", [{}, {"window": 75}, {"chunk": 100}], ids=str)
+def test_tokens_of_long_tiles_are_found_by_ones_or_by_twos(
+    block_size: int, how: dict[str, int], rng: np.random.Generator
+) -> None:
+    # lengths and windows that end between two tokens of a block; what lies before a window is released
+    case = make_case(
+        rng, seq_lens=[301, 64, 0, 129], query_lens=[3, 1, 1, 2], num_kv_heads=1, group=2, head_dim=64, block_size=block_size,
+        dtype="float16", kv_dtype="fp8_e4m3", **how,
+    )  # fmt: skip
+    for i, (seq_len, rows) in enumerate(zip(case.seq_lens, (3, 1, 1, 2), strict=True)):
+        position = seq_len - rows
+        first = max(0, position - 74) if "window" in how else position // 100 * 100 if "chunk" in how else 0
+        case.block_tables[i, : first // block_size] = -1
+    assert_close(case, *run(case, 80), tensor_cores=True)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8])
+def test_a_cache_may_begin_at_any_byte(offset: int, rng: np.random.Generator) -> None:
+    # rows of 72 bytes in pieces of so many: of 4 and of 2 all lanes of a warp copy one row
+    case = make_case(
+        rng,
+        seq_lens=[200, 31],
+        num_kv_heads=1,
+        group=4,
+        head_dim=72,
+        block_size=16,
+        dtype="float16",
+        kv_dtype="fp8_e4m3",
+    )
+    moved = {}
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(case, name)
+        buffer = np.empty(cache.nbytes + 32, np.uint8)
+        moved[name] = np.ndarray(cache.shape, cache.dtype, buffer.data, -buffer.ctypes.data % 16 + offset)
+        moved[name][...] = cache
+    assert_close(case, *run(behaviour.replace(case, **moved), 80), tensor_cores=True)
+
+
+@pytest.mark.parametrize("axes", [0, 2, (0, 1, 2)])
+def test_pages_may_lie_backwards(axes: int | tuple[int, ...], rng: np.random.Generator) -> None:
+    # negative strides: no tile takes the short way, which has room for 31 bits
+    case = make_case(
+        rng, seq_lens=[200, 31], num_kv_heads=2, group=4, head_dim=64, block_size=16, dtype="float16", layout="HND"
+    )
+    backwards = {name: np.flip(np.flip(getattr(case, name), axes).copy(), axes) for name in ("k_cache", "v_cache")}
+    assert min(backwards["k_cache"].strides) < 0
+    assert_close(case, *run(behaviour.replace(case, **backwards)), tensor_cores=True)
 
 
 @pytest.mark.parametrize("side", ["k_cache", "v_cache"])
 def test_a_row_may_lie_across_an_address_that_2_to_the_32_divides(side: str, rng: np.random.Generator) -> None:
-    # elsewhere the offset of a piece of a row is added to the low half of its address; memory around is never touched
+    # elsewhere the offset in a run of rows is added to the low half of its address; memory around is never touched
     case = make_case(rng, seq_lens=[256], num_kv_heads=1, group=4, head_dim=64, block_size=16, dtype="float16")
     cache = getattr(case, side)
     buffer = np.empty(2**32 + 2 * cache.nbytes, np.uint8)
@@ -137,6 +209,25 @@ def test_a_row_may_lie_across_an_address_that_2_to_the_32_divides(side: str, rng
     moved[...] = cache
     assert (moved.ctypes.data + row * 128 + 48) % 2**32 == 0
     assert_close(case, *run(behaviour.replace(case, **{side: moved})), tensor_cores=True)
+
+
+# two, three and four tiles in a ring, and whole tiles whose tokens are found by ones and by twos
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "dtype", "kv_dtype", "block_size"),
+    [
+        ("tsan", 64, "float16", None, 16), ("tsan", 32, "float16", "fp8_e5m2", 4), ("asan", 64, "bfloat16", "fp8_e4m3", 5),
+    ],
+)  # fmt: skip
+def test_whole_tiles_run_clean(
+    kind: str, head_dim: int, dtype: str, kv_dtype: str | None, block_size: int, rng: np.random.Generator
+) -> None:
+    case = make_case(
+        rng, seq_lens=[600, 0, 75], query_lens=[2, 1, 1], num_kv_heads=1, group=4, head_dim=head_dim, block_size=block_size,
+        dtype=dtype, kv_dtype=kv_dtype, num_splits=1,
+    )  # fmt: skip
+    out, lse, launched = simt_device.attend(case, simt_device.backend(80, kind=kind))
+    assert launched == [KERNEL]
+    assert_close(case, out, lse, tensor_cores=True)
 
 
 def test_what_takes_how_many_rows() -> None:

@@ -52,20 +52,21 @@ def test_decode_of_eight_rows_of_128(arch: int, dtype: str, kv_dtype: str) -> No
     assert a.in_flight >= IN_FLIGHT_GOAL[arch]
     assert a.blocks >= a.config.resident, "the host counts on so many blocks at once"
     # before sm_89 the conversion of e4m3 alone takes 20
-    most = goal(dtype, kv_dtype) if kv_dtype == "fp8_e4m3" and arch < 89 else 9 if kv_dtype == dtype else 23
-    assert a.per_512 <= most
+    most = 7 if kv_dtype == dtype else 29 if kv_dtype == "fp8_e4m3" and arch < 89 else 19
+    assert a.per_512 <= most < goal(dtype, kv_dtype)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [80, 86, 90, 100])
 @pytest.mark.parametrize(("head_dim", "dtype", "kv_dtype", "most"), [
-    (64, "float16", "float16", 15), (128, "bfloat16", "bfloat16", 10), (128, "bfloat16", "fp8_e4m3", 37),
-    (128, "float16", "fp8_e5m2", 26),
+    (64, "float16", "float16", 11), (128, "bfloat16", "bfloat16", 8.5), (128, "float16", "fp8_e4m3", 32),
+    (128, "bfloat16", "fp8_e4m3", 32), (128, "float16", "fp8_e5m2", 21),
 ])  # fmt: skip
 def test_decode_of_sixteen_rows(arch: int, head_dim: int, dtype: str, kv_dtype: str, most: int) -> None:
     a = audited(arch, head_dim, dtype, kv_dtype, 16)
     assert a.config.rows == 16
     assert a.spills == 0
-    assert a.per_512 <= most
+    assert a.blocks >= a.config.resident
+    assert a.per_512 <= most <= goal(dtype, kv_dtype)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

@@ -107,14 +107,8 @@ SIMT_INLINE unsigned e4m3x2_to_half2(unsigned short pair) {
   return unsigned(h.x) | unsigned(h.y) << 16;
 }
 SIMT_INLINE unsigned bitwise_choice(unsigned mask, unsigned one, unsigned zero) { return (mask & one) | (~mask & zero); }
-template <class T>
-SIMT_INLINE const T* element(const T* p, unsigned index, unsigned bytes) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(p) + (unsigned long long)index * bytes);
-}
-template <class T>
-SIMT_INLINE const T* far_element(const T* p, long long index, long long bytes) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(p) + index * bytes);
-}
+SIMT_INLINE unsigned long long wide_product(unsigned a, unsigned b) { return (unsigned long long)a * b; }
+SIMT_INLINE unsigned long long formed_here(unsigned long long x) { return x; }
 SIMT_INLINE void split_halves(unsigned x, unsigned short& low, unsigned short& high) {
   low = (unsigned short)x;
   high = (unsigned short)(x >> 16);

@@ -75,16 +75,6 @@ def _cp_async(bytes_: int, cache: str) -> Wrapper:
     )
 
 
-def _element(name: str, instruction: str) -> Wrapper:
-    return Wrapper(
-        f"const char* p = reinterpret_cast<const char*>((unsigned long long)u(3)); p = {name}(p, u(1), u(2)); "
-        "U(0, unsigned(reinterpret_cast<unsigned long long>(p)));",
-        f"{instruction} {{}}, {{}}, {{}}, {{}};",
-        ("y0", "x1", "x2", "x3"),
-        volatile=False,
-    )
-
-
 WRAPPERS = {
     "cp_async_16": _cp_async(16, "cg"),
     "cp_async_8": _cp_async(8, "ca"),
@@ -112,8 +102,10 @@ WRAPPERS = {
         ("y0", "y1", "x1"),
         volatile=False,
     ),
-    "element": _element("element", "mad.wide.u32"),
-    "far_element": _element("far_element", "mad.lo.s64"),
+    "wide_product": Wrapper(
+        "U(0, unsigned(wide_product(u(1), u(2))));", "mul.wide.u32 {}, {}, {};", ("y0", "x1", "x2"), volatile=False
+    ),
+    "formed_here": Wrapper("U(0, unsigned(formed_here(u(1))));", "mov.b64 {}, {};", ("y0", "x1")),
     "bitwise_choice": Wrapper(
         "U(0, bitwise_choice(u(1), u(2), u(3)));", "lop3.b32 {}, {}, {}, {}, 0xca;", ("y0", "x1", "x2", "x3"), volatile=False
     ),

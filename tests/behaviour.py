@@ -282,15 +282,20 @@ def _release_blocks(case: Case, query_lens: list[int], block_size: int) -> Case:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, head_dims: tuple[int, ...], block_sizes: tuple[int, ...], groups: tuple[int, ...]
+    draw: st.DrawFn,
+    *,
+    head_dims: tuple[int, ...],
+    block_sizes: tuple[int, ...],
+    groups: tuple[int, ...],
+    longest: tuple[int, ...] = (3, 20, 150),
 ) -> Case:
     """Any call that the contract allows, small."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     num_seqs = draw(st.integers(1, 5))
     block_size = draw(st.sampled_from(block_sizes))
-    longest = draw(st.sampled_from([3, 20, 150]))
-    least = draw(st.sampled_from([0, longest // 2]))
-    seq_lens = draw(st.lists(st.integers(least, longest), min_size=num_seqs, max_size=num_seqs))
+    most = draw(st.sampled_from(longest))
+    least = draw(st.sampled_from([0, most // 2]))
+    seq_lens = draw(st.lists(st.integers(least, most), min_size=num_seqs, max_size=num_seqs))
     query_lens = draw(st.none() | st.lists(st.integers(0, 9), min_size=num_seqs, max_size=num_seqs))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from(groups))
     num_heads = num_kv_heads * group
@@ -302,7 +307,7 @@ def cases(
         if draw(st.booleans()):
             shared[row] = (
                 draw(st.integers(0, row - 1)),
-                draw(st.integers(longest // block_size // 2, longest // block_size + 1)),
+                draw(st.integers(most // block_size // 2, most // block_size + 1)),
             )
 
     def sometimes(strategy: st.SearchStrategy[Any]) -> Any:
@@ -320,7 +325,7 @@ def cases(
         rng, seq_lens=seq_lens, query_lens=query_lens, num_kv_heads=num_kv_heads, group=group,
         head_dim=draw(st.sampled_from(head_dims)), block_size=block_size, dtype=dtype, kv_dtype=kv_dtype,
         layout=draw(st.sampled_from(["HND", "NHD"])), causal=draw(st.booleans()),
-        window=unless_plain(st.integers(1, longest + 2)), chunk=unless_plain(st.integers(1, longest + 2)),
+        window=unless_plain(st.integers(1, most + 2)), chunk=unless_plain(st.integers(1, most + 2)),
         softcap=sometimes(st.sampled_from([0.5, 5.0, 50.0])), scale=sometimes(st.sampled_from([0.05, 0.7, -0.3])),
         alibi_slopes=rng.uniform(-0.3, 0.3, num_heads).astype(np.float32) if draw(st.booleans()) else None,
         sinks=rng.normal(0, 2, num_heads).astype(np.float32) if draw(st.booleans()) else None,

@@ -25,6 +25,7 @@ class Device:
     head_dims: tuple[int, ...] = (8, 16, 24, 64, 80, 128)
     block_sizes: tuple[int, ...] = (1, 3, 4, 8, 16, 24)
     groups: tuple[int, ...] = (1, 2, 3, 5, 7, 8, 16, 17)
+    longest: tuple[int, ...] = (3, 20, 150)  # sequences of a case
 
     @property
     def tensor_cores(self) -> bool:
@@ -98,7 +99,7 @@ def cpu() -> Device:
     pytest.importorskip("numba", reason="the CPU backend needs numba: pip install 'cupaged[cpu]'")
     from cupaged import cpu as backend
 
-    return Device("cpu", backend)
+    return Device("cpu", backend, longest=(3, 20, 150, 600))  # from 256 tokens on, keys are worked on in chunks
 
 
 def simt(name: str = "simt", arch: int = 90) -> Device:

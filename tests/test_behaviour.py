@@ -29,7 +29,11 @@ def test_paged_equals_dense(device: Device, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(shared_work, "SUM_BYTES", 0)
 
     @settings(max_examples=device.examples)
-    @given(behaviour.cases(head_dims=device.head_dims, block_sizes=device.block_sizes, groups=device.groups))
+    @given(
+        behaviour.cases(
+            head_dims=device.head_dims, block_sizes=device.block_sizes, groups=device.groups, longest=device.longest
+        )
+    )
     def check(case: behaviour.Case) -> None:
         assert_close(case, *run(device, case), tensor_cores=device.tensor_cores)
 

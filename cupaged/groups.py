@@ -36,8 +36,8 @@ class Group:
             raise TypeError(f"layers: expected a list of layer numbers, got {self.layers!r}; write [{self.layers!r}]")
         object.__setattr__(self, "layers", tuple(integer(layer, "layers", 0) for layer in self.layers))
         for name in ("window", "chunk"):
-            if getattr(self, name) is not None:
-                integer(getattr(self, name), name, 1, 2**31 - 1)  # kernels take int32
+            if getattr(self, name) is not None:  # kernels take int32
+                object.__setattr__(self, name, integer(getattr(self, name), name, 1, 2**31 - 1))
 
     @property
     def limited(self) -> bool:

@@ -40,7 +40,11 @@ class PlanOptions:
 
 @lru_cache(maxsize=1024)
 def same_options(*values: Any) -> PlanOptions:
-    """`PlanOptions(*values)`, one object for equal values: telling that two are equal is then telling that they are one."""
+    """`PlanOptions(*values)`, one object for equal values: telling that two are equal is then telling that they are one.
+
+    Integers are Python's: those of NumPy overflow in their own width.
+    """
+    values = tuple(int(x) if isinstance(x, np.integer) else x for x in values)
     return PlanOptions(*values)
 
 
@@ -199,6 +203,7 @@ def plan(
         num_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, chunk, num_splits, causal, share_prefix
     )
     count(block_size, "block_size")
+    block_size = int(block_size)
     choice(device, "device", (None, "cpu", "cuda"))
     tables, lens, starts = host_metadata(
         block_tables, seq_lens, query_start_loc, block_size=block_size, num_blocks=2**31 - 1, window=window, chunk=chunk

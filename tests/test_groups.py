@@ -105,6 +105,14 @@ def test_a_slot_that_left_the_horizon_has_no_number() -> None:
         alloc.grow("A").group(2)
 
 
+def test_a_window_may_be_a_numpy_integer_of_any_width() -> None:
+    alloc = BlockAllocator(40, 4, [Group(window=np.int8(100))])
+    alloc.add_request("A", 150)
+    alloc.grow("A")  # token 150 sees 51 and later ones: 12 blocks leave
+    with pytest.raises(ValueError, match="lengths: expected at least 147"):
+        alloc.truncate("A", 140)
+
+
 def test_bad_groups_are_refused() -> None:
     for arguments, error, message in (
         ({"window": 0}, ValueError, "window: expected an integer from 1 to 2147483647, got 0"),

@@ -228,6 +228,13 @@ def test_a_call_that_differs_from_its_plan_is_refused(options: dict[str, Any], m
         cupaged.paged_attention(np.zeros((2, 4, 64), np.float32), cache, cache, None, None, plan=plan)
 
 
+def test_sizes_may_be_numpy_integers_of_any_width() -> None:
+    sizes = {name: np.int8(x) if isinstance(x, int) else x for name, x in OPTIONS.items()}
+    plan = cupaged.plan([150], np.arange(40)[None], **sizes, window=np.int8(100))  # 40 blocks of 4 tokens are no int8
+    assert plan.options is not None
+    assert {type(x) for x in (plan.block_size, plan.options.window, plan.options.head_dim)} == {int}
+
+
 def test_a_plan_stays_what_was_checked_when_the_callers_arrays_change(rng: np.random.Generator) -> None:
     tables, lens, starts = TABLES.copy(), LENS.copy(), np.array([0, 1, 2], np.int32)
     plan = cupaged.plan(lens, tables, query_start_loc=starts, **OPTIONS)

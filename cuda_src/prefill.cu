@@ -100,11 +100,10 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
     page = page_of(ahead + 2);
     const int start = t * kTokens;
     if (t >= begin && num_rows > 0 && start < high.hi && start + kTokens > low.lo) {
-      const Mask mapped = mapped_of(t);
-      const bool clean = mapped == kFull && start >= high.lo && start + kTokens <= low.hi;
+      const bool clean = mapped_of(t) == kFull && start >= high.lo && start + kTokens <= low.hi;
       attend_tile(
-          p, ring_address + stage * 2 * kTileBytes + tile_lane.k, tile_lane, query, rows, start, clean, [&] { return mapped; },
-          state, sums);
+          p, ring_address + stage * 2 * kTileBytes + tile_lane.k, tile_lane, query, rows, start, clean,
+          [&] { return mapped_of(t); }, state, sums);
     }
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
@@ -135,7 +134,10 @@ __device__ __forceinline__ void run(const Params& p, int head, const Item& item,
   finish_task<1>(p, task, item, unit, shared().states, left, 0, kSumFloats, kCodeFactor, shared().last_of_unit);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads) prefill(const Params p) {
+// Threads that a multiprocessor's registers are for: narrow rows leave room for a third block of four warps, but from sm_100 on
+// only at the price of instructions.
+constexpr int kResidentThreads = kHeadDim <= 64 && kScoresAsLogits && __CUDA_ARCH__ < 1000 ? 384 : 256;
+extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThreads) prefill(const Params p) {
   const int head = blockIdx.y;
   clear_padding(p, head);
   for_each_item(p, [&](const Item& item, const Unit& unit) { run(p, head, item, unit); });

@@ -15,9 +15,11 @@ import numpy as np
 from .arrays import Array, Attention, WriteKV
 
 try:
-    import numba  # noqa: F401 - the modules below need it
+    import numba
 except ImportError:
     raise ImportError("numba is not installed: pip install 'cupaged[cpu]'") from None
+if numba.config.DISABLE_JIT:
+    raise ImportError("numba compiles nothing while NUMBA_DISABLE_JIT is set: unset it")
 
 from .cpu_cache import copy_kernel
 from .cpu_call import call as run_call

@@ -25,11 +25,14 @@ def in_python(program: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_without_numba_one_warning_says_how_to_get_it() -> None:
+@pytest.mark.parametrize("switched_off", [False, True], ids=["not installed", "NUMBA_DISABLE_JIT"])
+def test_without_numba_one_warning_says_how_to_get_it(switched_off: bool) -> None:
+    fix = "unset it" if switched_off else "pip install 'cupaged[cpu]'"
     printed = in_python(
         """
-        import sys, warnings
-        sys.modules["numba"] = None
+        import os, sys, warnings
+        if "NUMBA_DISABLE_JIT" not in os.environ:
+            sys.modules["numba"] = None
         import numpy as np, cupaged
         q = np.ones((1, 1, 8), np.float32)
         pages = np.ones((1, 1, 1, 8), np.float32)
@@ -42,10 +45,11 @@ def test_without_numba_one_warning_says_how_to_get_it() -> None:
             import cupaged.cpu
         except ImportError as error:
             print(error)
-        """
+        """,
+        **({"NUMBA_DISABLE_JIT": "1"} if switched_off else {}),
     )
     assert printed.startswith("1.0\n1.0\n1 ")
-    assert printed.count("pip install 'cupaged[cpu]'") >= 2
+    assert printed.count(fix) >= 2
 
 
 @pytest.mark.parametrize("features", ["+sse2", "+avx2,+fma,+f16c,+sse4.2,+avx"])

@@ -1,8 +1,8 @@
 """Audit of the attention kernels' machine code, on a machine that needs no GPU and no driver.
 
-Specialisations are compiled by NVRTC for every architecture and disassembled by nvdisasm; the inner loop tells which instructions a
-warp issues for one clean tile. From that and the tile sizes follow the figures that bound decode, to be held against a real
-measurement:
+Specialisations are compiled by NVRTC for every architecture, for blocks of an even number of tokens, and disassembled by nvdisasm;
+the inner loop tells which instructions a warp issues for one clean tile. From that and the tile sizes follow the figures that bound
+decode, to be held against a real measurement:
 
     registers, spills, shared memory, resident blocks and warps of a multiprocessor
     bytes of keys and values in flight on a multiprocessor, and the goal that hides the latency of its memory

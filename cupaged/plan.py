@@ -15,6 +15,7 @@ import numpy as np
 
 from .arguments import choice, count, flag, host_array
 from .arrays import DTYPES, FP8_DTYPES, Array
+from .errors import refuse_copies
 from .metadata import host_metadata
 from .shared_prefix import SharedPrefix, find_shared_prefix
 
@@ -74,6 +75,8 @@ class Plan:
     host: Any = None  # the CPU backend's addresses of the arrays above
     repeated: Any = None  # a call with this plan that was checked, see `repeated_calls.RepeatedCall`
     _shared_prefix: SharedPrefix | None = None
+
+    __reduce_ex__ = refuse_copies  # what a backend keeps of it are addresses
 
     @property
     def num_tokens(self) -> int:

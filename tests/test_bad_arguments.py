@@ -323,8 +323,13 @@ def test_a_cache_refuses(name: str, argument: str, kind: str, known: bool) -> No
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
 @pytest.mark.parametrize(
     "make",
-    [allocator, lambda: cupaged.BlockPool(4), lambda: cupaged.KVCache(**CACHE, num_blocks=6, device="cpu")],
-    ids=["BlockAllocator", "BlockPool", "KVCache"],
+    [
+        allocator,
+        lambda: cupaged.BlockPool(4),
+        lambda: cupaged.KVCache(**CACHE, num_blocks=6, device="cpu"),
+        lambda: cupaged.plan(**plan_arguments()),
+    ],
+    ids=["BlockAllocator", "BlockPool", "KVCache", "Plan"],
 )
 def test_what_a_copy_would_tear_apart_cannot_be_copied(make: Callable[[], Any], take: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"a {type(make()).__name__} cannot be copied or pickled"):

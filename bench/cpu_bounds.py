@@ -5,7 +5,7 @@ one core: GB/s of pages, and the part of the peak of fused products, which is me
 
     in order    every byte of K and V read by all threads in the order of the addresses
     runs        the same in the order in which decode reads them: the heads of an item in one block, block after block
-    prefetched  the same with the prefetches of decode, a block ahead
+    prefetched  the same with the prefetches of decode: the next head's rows, or with several query heads the head's in the next block
     L2          decode where tables name the same few blocks again and again, so that nothing comes from beyond the second cache
     ours        decode, on shuffled tables
 
@@ -91,7 +91,7 @@ def item_of(ours: Any) -> tuple[int, int]:
 
 
 def runs_of(ours: Any) -> tuple[np.ndarray, int]:
-    """Addresses of one head's rows in one block, in decode's order, and how many heads are read before the next block."""
+    """Addresses of one head's rows in one block, in decode's order, and how many runs ahead decode prefetches."""
     heads, length = item_of(ours)
     kv_heads, size = ours.k_cache.shape[1:3]
     base, strides = address(ours.pool), ours.pool.strides
@@ -103,16 +103,16 @@ def runs_of(ours: Any) -> tuple[np.ndarray, int]:
                     blocks = row[j // size : (min(j + TILE, begin + length, context) - 1) // size + 1].astype(np.int64)
                     within = np.arange(head, min(head + heads, kv_heads)) * strides[2]
                     runs += [(base + n * strides[1] + blocks[:, None] * strides[0] + within).ravel() for n in (0, 1)]
-    return np.concatenate(runs), heads
+    return np.concatenate(runs), heads if ours.q.shape[1] > kv_heads else 1
 
 
 def read_runs(ours: Any, prefetched: bool) -> Callable[[], None]:
-    runs, heads = runs_of(ours)
+    runs, ahead = runs_of(ours)
     threads = numba.get_num_threads()
     size = ours.k_cache[0, 0].nbytes
     assert runs.size * size == ours.pool.nbytes and size % (16 * WIDTH) == 0
     sink = np.zeros((threads, 16), np.float32)
-    params = np.array([address(runs), runs.size, size, heads * prefetched, address(sink), threads])
+    params = np.array([address(runs), runs.size, size, ahead * prefetched, address(sink), threads])
 
     def call() -> None:
         run(_read_runs.address, address(params), threads)

@@ -5,9 +5,9 @@ with running maxima, O = alpha O + P V. Scores, maxima and sums are vectors of [
 
 What bounds it: the memory, beyond the caches, as long as reads go on while products are computed; else each waits for the other. Pages
 lie anywhere, and the hardware's streams of reads break where a run of rows ends. So rows are prefetched a run ahead, in the order in
-which they are read: while a run of K is multiplied, the head's next run comes, after the last one its first run of V, and so on to K
-of the next tile. An item is several KV heads, whose rows of one block lie side by side in layout "HND", and within a tile the heads of
-a block are read one after another before the next block. With AVX-512 an item is one head.
+which they are read: while a run of K is multiplied, the head's next run comes (with one query row, the next head's), after the last
+one its first run of V, and so on to K of the next tile. An item is several KV heads, whose rows of one block lie side by side in
+layout "HND", and within a tile the heads of a block are read one after another before the next block. With AVX-512 an item is one head.
 
 A worker's memory, float32 unless said; padded rows are whole row tiles of each head:
     queries, output [heads * padded rows, head_dim]   scores [heads * row tiles, TILE, 4]
@@ -113,6 +113,15 @@ def _tokens_of_run(p: Any) -> int:
     """How many tokens of one head are read before the next head's: a block where that divides a tile."""
     size = p.block_size
     return TILE if size >= TILE else 32 if size == 32 else 16
+
+
+@compiled
+def _ahead(tile: int, h: int, heads: int, at: int, apart: int, following: int, there: int) -> tuple[int, int]:
+    """Which rows are prefetched while head h's are multiplied, as addresses and an offset to them: with one query row a head, which
+    takes little time, those of the next head; else the head's own in the run that follows. Heads are so many bytes apart."""
+    if tile > 1:
+        return following, there * h
+    return (at, apart * (h + 1)) if h + 1 < heads else (following, 0)
 
 
 @compiled
@@ -320,12 +329,13 @@ def decode_kernel(kv: int, tile: int) -> Any:
                         for r in range(row_tiles):
                             queries = mine + QUERIES + head_bytes * h + 4 * D * tile * r
                             target = mine + SCORES + _SCORES_BYTES * (row_tiles * h + r) + _VECTOR * (t // tokens)
-                            at, ahead, ahead_head = keys + 8 * t, values, v_head
+                            at, following, there = keys + 8 * t, values, v_head
+                            if t + run < count:
+                                following, there = at + 8 * run, k_head
+                            ahead, offset = _ahead(tile, h, heads, at, k_head, following, there)
                             if r or holes:
-                                ahead, ahead_head = at, k_head
-                            elif t + run < count:
-                                ahead, ahead_head = at + 8 * run, k_head
-                            scores(kv, tile, queries, at, k_head * h, ahead, ahead_head * h, target, D, several)
+                                ahead, offset = at, k_head * h
+                            scores(kv, tile, queries, at, k_head * h, ahead, offset, target, D, several)
                 for h in range(heads):
                     factor = p.scale * peek_float(p.k_scale + 4 * (head + h)) * gain
                     for r in range(row_tiles):
@@ -344,12 +354,13 @@ def decode_kernel(kv: int, tile: int) -> Any:
                             n_tile = row_tiles * h + r
                             weights = mine + SCORES + _SCORES_BYTES * n_tile + _VECTOR * (t // tokens)
                             target = mine + OUTPUT + 4 * D * tile * n_tile
-                            at, ahead, ahead_head = values + 8 * t, keys + 8 * TILE, k_head
+                            at, following, there = values + 8 * t, keys + 8 * TILE, k_head
+                            if t + run < count:
+                                following, there = at + 8 * run, v_head
+                            ahead, offset = _ahead(tile, h, heads, at, v_head, following, there)
                             if r or holes:
-                                ahead, ahead_head = at, v_head
-                            elif t + run < count:
-                                ahead, ahead_head = at + 8 * run, v_head
-                            weigh(kv, tile, weights, at, v_head * h, ahead, ahead_head * h, target, D, several)
+                                ahead, offset = at, v_head * h
+                            weigh(kv, tile, weights, at, v_head * h, ahead, offset, target, D, several)
 
             for h in range(heads):
                 state, out = mine + _VECTOR * row_tiles * h, mine + OUTPUT + head_bytes * h

@@ -21,7 +21,8 @@ struct SoftmaxState {
   float max;  // -inf: nothing visible so far
   float sum;  // of exp(logit - anchor(max))
 
-  __device__ __forceinline__ bool empty() const { return max == negative_infinity(); }
+  // A sum that is no number has seen logits that were none, which no maximum tells.
+  __device__ __forceinline__ bool empty() const { return max == negative_infinity() && sum == sum; }
 
   // The natural log of the sum of exp of the logits.
   __device__ __forceinline__ float lse() const { return empty() ? max : max + logf(sum); }

@@ -121,6 +121,24 @@ def test_an_empty_sequence_leaves_its_neighbours_alone(device: Device, rng: np.r
     same_bits(lse[keep], without[1])
 
 
+@pytest.mark.parametrize("query_lens", [None, [4, 1, 20]])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_query_that_is_no_number_shows_in_its_own_rows_alone(
+    device: Device, dtype: str, query_lens: list[int] | None, rng: np.random.Generator
+) -> None:
+    for num_splits in (1, 3):
+        case = make_case(rng, seq_lens=[40, 9, 170], query_lens=query_lens, num_splits=num_splits, dtype=dtype)
+        out, lse = (x.copy() for x in run(device, case))
+        row, head = rng.integers(case.q.shape[:2])
+        case.q[row, head, rng.integers(case.q.shape[2])] = np.nan
+        got, got_lse = run(device, case)
+        assert np.isnan(got[row, head].astype(np.float32)).all() and np.isnan(got_lse[row, head])
+        others = np.ones(lse.shape, bool)
+        others[row, head] = False
+        same_bits(got[others], out[others])
+        same_bits(got_lse[others], lse[others])
+
+
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 16])
 def test_window_holds_exactly_that_many_keys(device: Device, rng: np.random.Generator, window: int) -> None:
     # keys of equal weight: lse tells how many were seen, for every row of a verify step too

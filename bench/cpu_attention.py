@@ -93,7 +93,7 @@ def read_bandwidth(pool: np.ndarray) -> Callable[[], object]:
 
     def call() -> None:
         params[0] = 0
-        run(_read.address, address(params), numba.get_num_threads())
+        run(_read.address, address(params), len(sink))  # which also keeps `sink` as long as this
 
     return call
 

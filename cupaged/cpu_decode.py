@@ -5,9 +5,10 @@ with running maxima, O = alpha O + P V. Scores, maxima and sums are vectors of [
 
 What bounds it: the memory, beyond the caches, as long as reads go on while products are computed; else each waits for the other. Pages
 lie anywhere, and the hardware's streams of reads break where a run of rows ends. So rows are prefetched a run ahead, in the order in
-which they are read: while a run of K is multiplied, the head's next run comes (with one query row, the next head's), after the last
-one its first run of V, and so on to K of the next tile. An item is several KV heads, whose rows of one block lie side by side in
-layout "HND", and within a tile the heads of a block are read one after another before the next block. With AVX-512 an item is one head.
+which they are read: while a run of K is multiplied, the head's next run comes (with one query row, the next head's; in float32 it is
+the rows that follow), after the last one its first run of V, and so on to K of the next tile. An item is several KV heads, whose rows
+of one block lie side by side in layout "HND", and within a tile the heads of a block are read one after another before the next
+block. With AVX-512 an item is one head.
 
 A worker's memory, float32 unless said; padded rows are whole row tiles of each head:
     queries, output [heads * padded rows, head_dim]   scores [heads * row tiles, TILE, 4]
@@ -32,6 +33,7 @@ from .cpu_vector import (
     compiled,
     count_up_int,
     count_up_long,
+    differs,
     divide,
     exp,
     exp_or_zero,
@@ -157,10 +159,9 @@ def _begin_rows(p: Any, state: int, queries: int, tile: int, rows: int, first: i
 def _rescale(tile: int, alphas: int, out: int, head_dim: int) -> None:
     """What the output of a row tile is worth now: nothing to do while the largest logits stay."""
     tokens = _tokens(tile)
-    for r in range(tile):
-        alpha = peek_float(alphas + 4 * tokens * r)
-        if alpha != 1.0:
-            multiply_row(out + 4 * head_dim * r, head_dim, alpha)
+    if differs(load(alphas), splat(1.0)):
+        for r in range(tile):
+            multiply_row(out + 4 * head_dim * r, head_dim, peek_float(alphas + 4 * tokens * r))
 
 
 @compiled
@@ -172,10 +173,11 @@ def _softmax(
     tokens = _tokens(tile)
     old = load(state + TOP)
     top = old
+    scale = splat(factor)
     if p.softcap or p.slopes or edge:
         low, high, place = load_ints(state + LOW), load_ints(state + HIGH), load_ints(state + PLACE)
         for block in range(blocks):
-            s = multiply(load(scores + _VECTOR * block), splat(factor))
+            s = multiply(load(scores + _VECTOR * block), scale)
             if p.softcap:
                 s = multiply(tanh(divide(s, splat(p.softcap))), splat(p.softcap))
             position = load_positions(tile, positions + 4 * tokens * block)
@@ -185,20 +187,19 @@ def _softmax(
                 s = choose(within(position, low, high), s, splat(-math.inf))
             store(scores + _VECTOR * block, s)
             top = maximum(s, top)
+        scale = splat(1.0)
     else:
         for block in range(blocks):
-            s = multiply(load(scores + _VECTOR * block), splat(factor))
-            store(scores + _VECTOR * block, s)
-            top = maximum(s, top)
+            top = maximum(multiply(load(scores + _VECTOR * block), scale), top)
     top = largest_of_rows(tile, top)
     base = select_finite(top)
-    alpha = exp(subtract(old, base))
-    sums = multiply(load(state + SUM), alpha)
+    sums = splat(0.0)
     for block in range(blocks):
-        weight = exp_or_zero(subtract(load(scores + _VECTOR * block), base))
+        weight = exp_or_zero(subtract(multiply(load(scores + _VECTOR * block), scale), base))
         store(scores + _VECTOR * block, weight)
         sums = add(sums, weight)
-    store(state + SUM, sums)
+    alpha = exp(subtract(old, base))
+    store(state + SUM, fma(load(state + SUM), alpha, sums))
     store(state + ALPHA, alpha)
     store(state + TOP, top)
 

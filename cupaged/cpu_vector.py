@@ -350,6 +350,10 @@ within = operation(  # low <= x < high
     mask, [ints, ints, ints],
     lambda b, x, low, high: b.and_(b.icmp_signed(">=", x, low), b.icmp_signed("<", x, high)),
 )  # fmt: skip
+differs = operation(  # whether any lane does; NaN differs from all
+    types.boolean, [floats, floats],
+    lambda b, x, y: b.icmp_unsigned("!=", b.bitcast(b.fcmp_unordered("!=", x, y), ir.IntType(WIDTH)), ir.Constant(ir.IntType(WIDTH), 0)),
+)  # fmt: skip
 choose = operation(floats, [mask, floats, floats], lambda b, m, x, y: b.select(m, x, y))
 
 _scalars = {"f32": (types.float32, _f32), "i32": (types.int32, _i32), "i64": (types.int64, _i64)}

@@ -278,10 +278,10 @@ def find_tile(p: Any, s: int, h: int, j: int, n: int, keys: int, values: int, po
 
 @compiled
 def denominator(p: Any, head: int, top: float, total: float) -> tuple[float, float]:
-    """What the sum of values is multiplied by, and lse, from the largest logit and the sum of exp(logit - top)."""
+    """What the sum of values is multiplied by, and lse if anyone asks for it, from the largest logit and the sum of exp(logit - top)."""
     if total == 0.0:
         return 0.0, -math.inf
-    lse = top + math.log(total)
+    lse = top + math.log(total) if p.lse or p.sinks else 0.0
     keep = 1.0
     if p.sinks:
         keep = 1.0 / (1.0 + math.exp(peek_float(p.sinks + 4 * head) - lse))

@@ -1,6 +1,6 @@
 """Audit of the attention kernels' machine code, on a machine that needs no GPU and no driver.
 
-Specialisations are compiled by NVRTC for every architecture, for blocks of an even number of tokens, and disassembled by nvdisasm;
+Specialisations are compiled by NVRTC for every architecture, for blocks of 16 tokens or of --block-size, and disassembled by nvdisasm;
 the inner loop tells which instructions a warp issues for one clean tile. From that and the tile sizes follow the figures that bound
 decode, to be held against a real measurement:
 
@@ -10,7 +10,7 @@ decode, to be held against a real measurement:
     warp instructions per 512 bytes of keys and values, their goal, and their part of what the multiprocessor can issue while its
     share of the memory's bandwidth delivers those bytes
 
-    python -m bench.machine_code [--arch 90 ...] [--head-dim 128 ...] [--loop]
+    python -m bench.machine_code [--arch 90 ...] [--head-dim 128 ...] [--block-size 16] [--loop]
 """
 
 from __future__ import annotations
@@ -302,12 +302,13 @@ def device(arch: int) -> DeviceInfo:
 
 
 @cache
-def audit(arch: int, config: KernelConfig) -> Audit:
+def audit(arch: int, config: KernelConfig, block_size: int = 16) -> Audit:
     """Compile, disassemble, read. Raises CompileError, or ModuleNotFoundError without CuPy or nvdisasm."""
     d = dict(config.defines)
     item = {"float": 4, "__half": 2, "__nv_bfloat16": 2}.get(str(d["kCacheType"]), 1)
     row = int(d["kHeadDim"]) * item
-    defines = decode_defines(config, min(16, row & -row), planned=True, softcap=False, alibi=False)
+    vec = min(16, row & -row)
+    defines = decode_defines(config, vec, planned=True, softcap=False, alibi=False, block_size=block_size)
     cubin, log = compile_cubin(Specialisation.of(config.kernel, config.kernel + ".cu", defines), arch)
     used = re.search(r"Used (\d+) registers", log)
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
@@ -332,6 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHS), choices=ARCHS)
     parser.add_argument("--head-dim", type=int, nargs="*", default=[64, 128, 256])
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--loop", action="store_true", help="print the instructions of each loop too")
     arguments = parser.parse_args()
     kinds = [
@@ -351,7 +353,7 @@ def main() -> None:
             for dtype, kv_dtype in kinds:
                 for most in (8, 16, 64) if dtype != "float32" else (8,):
                     config = attention_kernels(device(arch), head_dim, dtype, kv_dtype, 8, most, most)[-1]
-                    a = audit(arch, config)
+                    a = audit(arch, config, arguments.block_size)
                     decode = config.kernel != "prefill"
                     chips = (
                         ", ".join(f"{c.name} {a.issue(c):.0%} {a.bandwidth(c):.0%}" for c in CHIPS[arch])

@@ -48,7 +48,8 @@ __device__ __forceinline__ constexpr int sum_of(int v) { return kRowsFirst ? v :
 // moves it by little: beyond kMostRounded the largest score is subtracted first, and the base is 0.
 //
 // Nor need it follow the largest logit at once: probabilities below 2 are as good as those up to 1. What makes one of 2 or more, or
-// no number, sends the tile through `rebase`, and a base of -inf makes infinities of all.
+// no number, sends the tile through `rebase`, and a base of -inf makes infinities of all: that is how a tile with keys that rows
+// may not see, of which lanes learn when it is fetched, is told from others at no cost to them.
 constexpr bool kScoresAsLogits = !kSoftcap && !kAlibi;
 constexpr float kMostRounded = kScoresAsLogits ? 1 << 20 : 3.4e38f;  // 2^-5 off at most
 constexpr unsigned kTwoOrMore = 0x40004000;                          // the bit that halves, bf16 or not, have from 2 on
@@ -56,7 +57,7 @@ struct RowState {
   float scale[2];       // of scores; with kScoresAsLogits to units of base 2
   float max[2];         // the logit that probabilities are over, or the score in its place; the same in all lanes of a row
   float sum[kRowSums];  // of this lane's keys only
-  float base[2];        // of probabilities; -inf: nothing is seen so far, or it may not be rounded
+  float base[2];        // of probabilities; -inf: nothing is seen so far, it may not be rounded, or the next tile is to be doubted
 
   // The logit of a score. A product on its own, not fused: it must be the same number wherever it is taken.
   __device__ __forceinline__ float logit(int h, float score) const { return kScoresAsLogits ? __fmul_rn(score, scale[h]) : score; }
@@ -64,6 +65,13 @@ struct RowState {
   __device__ __forceinline__ float probability(int h, float logit, float base) const {
     return kScoresAsLogits ? exp2_approx(fmaf(logit, scale[h], -base)) : exp_above(logit, base);
   }
+  // The base that goes with `max`.
+  __device__ __forceinline__ float settled(int h) const {
+    const float top = logit(h, max[h]);
+    return rounded(top) ? top : negative_infinity();
+  }
+  // Sends the next tile through `rebase`, which settles the base anew.
+  __device__ __forceinline__ void doubt() { base[0] = base[1] = negative_infinity(); }
   // What sums over `max` shrink by when it becomes `top`, -inf where there is none.
   __device__ __forceinline__ float shrink(int h, float top) const {
     if (!kScoresAsLogits) return exp_above(max[h], anchor(top));
@@ -113,7 +121,7 @@ __device__ __forceinline__ void rebase(Scores& s, RowState& state, Sums& sums, f
     }
 #pragma unroll
     for (int flip = kKeyBits & -kKeyBits; flip & kKeyBits; flip *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, flip));
-    base[h] = state.base[h], shrink[h] = 1.0f;
+    state.base[h] = base[h] = state.settled(h), shrink[h] = 1.0f;
     if (pack(state.probability(h, top, base[h]), 0.0f) & kTwoOrMore) {
       top = fmaxf(top, state.max[h]);
       shrink[h] = state.shrink(h, top);
@@ -139,14 +147,18 @@ __device__ __forceinline__ void rebase(Scores& s, RowState& state, Sums& sums, f
 }
 
 // The online softmax: logits become probabilities, as operands of P. Lanes look at what they have, and only where a probability is
-// too large do they look for the largest logit together.
-__device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, RowOperand (&p)[kGroups]) {
+// too large do they look for the largest logit together. In a tile that is doubted hide(s) masks logits before that, and returns
+// whether the next is to be doubted too.
+template <class Hide>
+__device__ __forceinline__ void soften(Scores& s, RowState& state, Sums& sums, RowOperand (&p)[kGroups], const Hide& hide) {
   float sum[kRowSums];
   const unsigned bits = weigh(s, state, state.base, sum, p);
   if (__any_sync(kAllLanes, bits & kTwoOrMore)) {
     float base[2];
+    const bool doubt = hide(s);
     rebase(s, state, sums, base);
     weigh(s, state, base, sum, p);
+    if (doubt) state.doubt();
   }
 #pragma unroll
   for (int i = 0; i < kRowSums; ++i) state.sum[i] += sum[i];

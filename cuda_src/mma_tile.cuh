@@ -67,25 +67,39 @@ __device__ __forceinline__ void scores(SharedAddress from, SharedAddress last, c
   }
 }
 
-// Logits, or scores in their place: scale, soft cap, bias, and -inf where a row may not see a key. `mapped`: tokens that have
-// memory.
-__device__ __forceinline__ void to_logits(const Params& p, const Row* rows, int start, bool clean, Mask mapped,
-                                          const RowState& state, Scores& s) {
+// Logits, or scores in their place: scale, soft cap, bias.
+__device__ __forceinline__ void to_logits(const Params& p, const Row* rows, int start, const RowState& state, Scores& s) {
+  if constexpr (!kScoresAsLogits) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      Row row = {};
+      if (kAlibi) row = rows[row_of(h)];
+#pragma unroll
+      for (int i = 0; i < kGroups * kPer16; ++i) {
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          if (row_half(v) != h) continue;
+          float x = s[i][v] * state.scale[h];
+          if (kSoftcap) x = p.softcap * tanhf(x / p.softcap);
+          if (kAlibi) x = fmaf(row.slope, float(start + key_of(i, v) - row.position), x);
+          s[i][v] = x;
+        }
+      }
+    }
+  }
+}
+
+// -inf where a row may not see a key. `mapped`: tokens that have memory.
+__device__ __forceinline__ void mask(const Row* rows, int start, Mask mapped, Scores& s) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    Row row = {};
-    if (kAlibi || !clean) row = rows[row_of(h)];
+    const Row row = rows[row_of(h)];
 #pragma unroll
     for (int i = 0; i < kGroups * kPer16; ++i) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
-        if (row_half(v) != h) continue;
         const int key = key_of(i, v), token = start + key;
-        float x = kScoresAsLogits ? s[i][v] : s[i][v] * state.scale[h];
-        if (kSoftcap) x = p.softcap * tanhf(x / p.softcap);
-        if (kAlibi) x = fmaf(row.slope, float(token - row.position), x);
-        if (!clean) x = mapped >> key & 1 && token >= row.lo && token < row.hi ? x : negative_infinity();
-        s[i][v] = x;
+        if (row_half(v) == h && !(mapped >> key & 1 && token >= row.lo && token < row.hi)) s[i][v] = negative_infinity();
       }
     }
   }
@@ -124,22 +138,19 @@ __device__ __forceinline__ void accumulate(SharedAddress from, SharedAddress las
   }
 }
 
-// One tile of a warp's rows. `keys`: the tile + TileLane::k; `clean`: every row sees every key; else mapped() tells which tokens
-// have memory.
-template <class Mapped>
+// One tile of a warp's rows. `keys`: the tile + TileLane::k; `rows`: bounds of the warp's rows; `start`: the tile's first token.
+// What rows may not see is masked by `hide`, or by `hide_late` where RowState::doubt has said that there may be such.
+template <class Hide, class HideLate>
 __device__ __forceinline__ void attend_tile(const Params& p, SharedAddress keys, const TileLane& lane, const Query& query,
-                                            const Row* rows, int start, bool clean, const Mapped& mapped, RowState& state,
-                                            Sums& sums) {
+                                            const Row* rows, int start, const Hide& hide, const HideLate& hide_late,
+                                            RowState& state, Sums& sums) {
   const SharedAddress keys_first = kFp8 || !kRowsFirst ? keys : keys + lane.v - kTileBytes;
   Scores s;
   RowOperand probabilities[kGroups];
   scores(keys, keys_first, query, s);
-  if (clean) {
-    to_logits(p, rows, start, true, kFull, state, s);
-  } else {
-    to_logits(p, rows, start, false, mapped(), state, s);
-  }
-  soften(s, state, sums, probabilities);
+  to_logits(p, rows, start, state, s);
+  hide(s);
+  soften(s, state, sums, probabilities, hide_late);
   accumulate(keys + lane.v, keys_first + kTileBytes, probabilities, sums);
 }
 

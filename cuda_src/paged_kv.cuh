@@ -28,15 +28,20 @@ struct PagedKV {
 
   __device__ __forceinline__ const int* table(int sequence) const { return block_tables + sequence * table_row; }
 
-  // The physical block in `column` of a table; negative where it is unmapped. Only columns below seq_len may be asked for.
+  // The physical block of an entry of a table; negative where it is unmapped. Only entries below seq_len may be asked for.
+  __device__ __forceinline__ int page_of(const int* entry) const {
+    const int id = load_global_4(entry);
+#if kDebug
+    return id >= num_blocks ? -1 : id;
+#else
+    return id;
+#endif
+  }
   __device__ __forceinline__ int page_at(const int* table, unsigned column) const {
 #if kDebug
     if (column >= unsigned(max_blocks)) return -1;
-    const int id = load_global_4(element(table, column, 4));
-    return id >= num_blocks ? -1 : id;
-#else
-    return load_global_4(element(table, column, 4));
 #endif
+    return page_of(element(table, column, 4));
   }
   __device__ __forceinline__ int page(int sequence, int token) const { return page_at(table(sequence), block_of(token)); }
 };

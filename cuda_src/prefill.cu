@@ -101,9 +101,12 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
     const int start = t * kTokens;
     if (t >= begin && num_rows > 0 && start < high.hi && start + kTokens > low.lo) {
       const bool clean = mapped_of(t) == kFull && start >= high.lo && start + kTokens <= low.hi;
+      auto hide = [&](Scores& s) {
+        if (!clean) mask(rows, start, mapped_of(t), s);
+      };
       attend_tile(
-          p, ring_address + stage * 2 * kTileBytes + tile_lane.k, tile_lane, query, rows, start, clean,
-          [&] { return mapped_of(t); }, state, sums);
+          p, ring_address + stage * 2 * kTileBytes + tile_lane.k, tile_lane, query, rows, start, hide,
+          [](Scores&) { return false; }, state, sums);
     }
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }

@@ -3,9 +3,10 @@
 // Layout     A tile is kTokens rows of K and after them kTokens rows of V. Rows are padded to an odd number of 16-byte units, so
 //            that the 8 rows of an ldmatrix touch all 32 banks: with head_dim 128 and 16-bit pages 17 units, 272 bytes.
 // Threads    Whoever fetched the page id of a token, or of a run of tokens, leaves the addresses of its rows in shared memory
-//            (TokenRows). 4 lanes copy a row of a multiple of 64 bytes, two whole sectors at a time, else the next power of two of
-//            lanes, some idle: each keeps its place in rows, adds it to a row's address once, and goes on by constants. With
-//            head_dim 80 and 16-bit pages a row is 10 pieces for 16 lanes.
+//            (TokenRows), unless those who copy know them. 4 lanes copy a row of whole sectors, two of them at a time, else the
+//            next power of two of lanes, some idle: each keeps its place in rows, adds it to a row's address once, and goes on
+//            by constants. With head_dim 80 and 16-bit pages a row is 5 sectors, and lanes 2 and 3 have no third piece; with fp8
+//            pages it is 5 pieces for 8 lanes.
 // Not here   When tiles are fetched and waited for: decode_mma.cu, prefill.cu.
 #pragma once
 #include "work.cuh"
@@ -62,13 +63,13 @@ __device__ __forceinline__ const unsigned char* add_within_4_gib(const unsigned 
 template <int kCopiers, int kPerRun = 1>
 struct Copier {
   static constexpr int kPieces = kHeadBytes / kVec;
-  static constexpr int kLanes = kPieces % 4 == 0 && kVec == 16 ? 4
-                                : kPieces % 8 == 0             ? 8
-                                : kPieces > 16                 ? 32
-                                : kPieces > 8                  ? 16
-                                : kPieces > 4                  ? 8
-                                : kPieces > 2                  ? 4
-                                                               : kPieces;
+  static constexpr int kLanes = kVec == 16 && kPieces > 2 && kPieces % 2 == 0 ? 4
+                                : kPieces % 8 == 0                            ? 8
+                                : kPieces > 16                                ? 32
+                                : kPieces > 8                                 ? 16
+                                : kPieces > 4                                 ? 8
+                                : kPieces > 2                                 ? 4
+                                                                              : kPieces;
   static constexpr int kPerLane = (kPieces + kLanes - 1) / kLanes;
   static constexpr int kAtOnce = kCopiers / kLanes;  // rows
   static constexpr int kRounds = (kTokens + kAtOnce - 1) / kAtOnce;
@@ -91,11 +92,24 @@ struct Copier {
     k = piece + token % kPerRun * unsigned(kv.k_slot), v = piece + token % kPerRun * unsigned(kv.v_slot);
   }
 
+  // The j-th row of this thread, of K and of V, from where its first piece is; zeros where it is not `valid`.
+  __device__ __forceinline__ void copy_row(unsigned char* pointer, int j, const unsigned char* from_k, const unsigned char* from_v,
+                                           bool valid) const {
+    const SharedAddress address = shared_address(pointer);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int step = i * kLanes * kVec, offset = j * kAtOnce * kRowBytes + step;
+      if (kPerLane * kLanes == kPieces || piece + step < kHeadBytes) {
+        copy_piece<kVec>(address + offset, pointer + offset, from_k + step, valid);
+        copy_piece<kVec>(address + kTileBytes + offset, pointer + kTileBytes + offset, from_v + step, valid);
+      }
+    }
+  }
+
   // One tile, K and after it V; zeros where `mapped` has no bit. `rows`: the run of the first of this thread's tokens, `pointer`:
   // where its first piece goes. kNear: all runs are within_4_gib.
   template <bool kAll, bool kNear = false>
   __device__ __forceinline__ void copy(const PagedKV& kv, unsigned char* pointer, const TokenRows* rows, Mask mapped) const {
-    const SharedAddress address = shared_address(pointer);
 #pragma unroll
     for (int first = 0; first < kRounds; first += kBatch) {
       TokenRows from[kBatch];  // all before the first copy: a load from shared memory between copies waits for them
@@ -110,17 +124,22 @@ struct Copier {
         const int at = (first + j) * kAtOnce + token;
         const unsigned char* from_k = kNear ? add_within_4_gib(from[j].k, k) : from[j].k + (piece + token % kPerRun * kv.k_slot);
         const unsigned char* from_v = kNear ? add_within_4_gib(from[j].v, v) : from[j].v + (piece + token % kPerRun * kv.v_slot);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-          const int step = i * kLanes * kVec, offset = (first + j) * kAtOnce * kRowBytes + step;
-          const bool real = (kPerLane * kLanes == kPieces || piece + step < kHeadBytes) && (kTokens % kAtOnce == 0 || at < kTokens);
-          if (first + j < kRounds && real) {
-            const bool valid = kAll || mapped >> at & 1;
-            copy_piece<kVec>(address + offset, pointer + offset, from_k + step, valid);
-            copy_piece<kVec>(address + kTileBytes + offset, pointer + kTileBytes + offset, from_v + step, valid);
-          }
-        }
+        if (first + j < kRounds && (kTokens % kAtOnce == 0 || at < kTokens))
+          copy_row(pointer, first + j, from_k, from_v, kAll || mapped >> at & 1);
       }
+    }
+  }
+
+  // The same where every token has memory and a row's address is one of the bases plus a page: `k_base`, `v_base` of this thread's
+  // rows 0, 1, ... of a block, `pages` of its blocks.
+  template <int kBases, int kPages>
+  __device__ __forceinline__ void copy_pages(const PagedKV& kv, unsigned char* pointer,
+                                             const unsigned char* const (&k_base)[kBases],
+                                             const unsigned char* const (&v_base)[kBases], const int (&pages)[kPages]) const {
+#pragma unroll
+    for (int j = 0; j < kRounds; ++j) {
+      const int page = pages[j / kBases];
+      copy_row(pointer, j, element(k_base[j % kBases], page, kv.k_block), element(v_base[j % kBases], page, kv.v_block), true);
     }
   }
 };

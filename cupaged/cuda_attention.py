@@ -167,7 +167,7 @@ class AttentionKernels(DeviceSide):
         softcap: bool = False,
         alibi: bool = False,
     ) -> Any:
-        key = (config, vec, config.run(block_size), planned, softcap, alibi, debug())
+        key = (config, vec, config.blocks(block_size), planned, softcap, alibi, debug())
         function = self._functions.get(key)
         if function is None:
             defines = decode_defines(config, vec, planned, softcap, alibi, block_size)

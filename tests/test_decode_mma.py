@@ -114,14 +114,14 @@ def test_a_rows_bits_do_not_depend_on_how_many_rows_share_its_tile(dtype: str, r
 
 
 def rising(rng: np.random.Generator, slopes: list[float], **how: object) -> behaviour.Case:
-    """One sequence of 400 keys, over several tiles of every warp; the logit of key j is j times the head's slope."""
+    """One sequence of 384 keys, three tiles of every warp; the logit of key j is j times the head's slope."""
     case = make_case(
-        rng, seq_lens=[400], num_kv_heads=1, group=len(slopes), head_dim=64, block_size=16, dtype="float16", scale=1.0,
+        rng, seq_lens=[384], num_kv_heads=1, group=len(slopes), head_dim=64, block_size=16, dtype="float16", scale=1.0,
         num_splits=1, **how,
     )  # fmt: skip
     case.q[:] = 0
     case.q[..., 0] = 8 * np.array(slopes)
-    for j in range(400):
+    for j in range(384):
         case.k_cache[case.block_tables[0, j // 16], 0, j % 16, 0] = j / 8
     return case
 
@@ -147,6 +147,18 @@ def test_a_row_keeps_its_base_whatever_its_neighbours_logits_do(rng: np.random.G
     np.testing.assert_array_equal(few_lse, lse[:, :1])
 
 
+def test_a_row_keeps_its_base_in_a_tile_that_another_row_may_not_see(rng: np.random.Generator) -> None:
+    # the row before it ends one key before the last tile does; logits rise by less than a factor of 2 in probabilities
+    both = rising(rng, [1 / 512], query_lens=[2])
+    alone = behaviour.replace(
+        both, q=both.q[1:], options=dict(both.options, query_start_loc=np.array([0, 1], np.int32))
+    )
+    out, lse = run(both)
+    last_out, last_lse = run(alone)
+    np.testing.assert_array_equal(last_out.view(np.uint16), out[1:].view(np.uint16))
+    np.testing.assert_array_equal(last_lse, lse[1:])
+
+
 # 1 to 64 without 2 and 3: sizes that the kernel is compiled for; else tokens are found by ones, or by twos where blocks are even
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16, 32, 64])
 @pytest.mark.parametrize("how", [{}, {"window": 75}, {"chunk": 100}], ids=str)
@@ -167,10 +179,11 @@ def test_tokens_of_long_tiles_are_found_in_blocks_of_any_size(
 
 @pytest.mark.parametrize("block_size", [1, 6, 16, 64])
 def test_a_block_without_memory_amid_others_is_hidden(block_size: int, rng: np.random.Generator) -> None:
-    # in tiles that every row would see whole; a window allows such entries
+    # in tiles that every row would see whole; a window allows such entries. Logits near 0: no tile but a warp's first has to look
+    # for the largest
     case = make_case(
         rng, seq_lens=[700, 70], num_kv_heads=1, group=4, head_dim=64, block_size=block_size, dtype="float16",
-        kv_dtype="fp8_e4m3", window=10_000,
+        kv_dtype="fp8_e4m3", window=10_000, scale=1e-3, num_splits=1,
     )  # fmt: skip
     case.block_tables[0, [200 // block_size, 333 // block_size, 500 // block_size]] = -1
     assert_close(case, *run(case, 80), tensor_cores=True)

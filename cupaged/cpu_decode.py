@@ -25,6 +25,7 @@ from typing import Any
 from numba import literally
 
 from .cpu_formats import ITEM_BYTES, PAIRED, READ_FACTOR, accumulate, copy_bytes, join_pairs, multiply_row, split_pairs
+from .cpu_functions import exp, exp_or_zero, tanh
 from .cpu_products import LINE, largest_of_rows, load_positions, scores, weigh
 from .cpu_vector import (
     WIDTH,
@@ -35,8 +36,6 @@ from .cpu_vector import (
     count_up_long,
     differs,
     divide,
-    exp,
-    exp_or_zero,
     fetch_add,
     fma,
     load,
@@ -52,7 +51,6 @@ from .cpu_vector import (
     store,
     subtract,
     subtract_int,
-    tanh,
     to_float,
     within,
     worker,

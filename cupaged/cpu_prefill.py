@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from .cpu_formats import BF16, READ_FACTOR, widen_row
+from .cpu_functions import exp_or_zero, tanh
 from .cpu_lanes import PART, keys_by_queries, to_panels, values_by_weights
 from .cpu_lanes import height as panel_rows
 from .cpu_products import LINE
@@ -64,7 +65,6 @@ from .cpu_vector import (
     choose,
     compiled,
     divide,
-    exp_or_zero,
     fetch_add,
     fma,
     load,
@@ -80,7 +80,6 @@ from .cpu_vector import (
     store,
     subtract,
     subtract_int,
-    tanh,
     to_float,
     within,
     worker,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from .cpu_functions import exp_or_zero
 from .cpu_lanes import height as panel_rows
 from .cpu_lanes import lanes_to_rows, rows_to_lanes
 from .cpu_products import LINE
@@ -19,7 +20,6 @@ from .cpu_tiles import pack_query
 from .cpu_vector import (
     WIDTH,
     compiled,
-    exp_or_zero,
     fma,
     load,
     maximum,

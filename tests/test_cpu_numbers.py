@@ -15,7 +15,8 @@ from cupaged.arrays import numpy_dtype
 pytest.importorskip("numba", reason="the CPU backend needs numba: pip install 'cupaged[cpu]'")
 
 from cupaged.cpu_formats import E4M3, E5M2, F16, F32, store_row, widen_row
-from cupaged.cpu_vector import HOST_FEATURES, WIDTH, entry, exp, exp_or_zero, load, store, tanh
+from cupaged.cpu_functions import exp, exp_or_zero, tanh
+from cupaged.cpu_vector import HOST_FEATURES, WIDTH, entry, load, store
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .arguments import choice, integer, number
-from .arrays import FP8_DTYPES, Array, as_array, device_of, numpy_dtype, pages_view
+from .arrays import FP8_DTYPES, Array, as_array, device_of, empty_pages, numpy_dtype, pages_view
 from .attention import OPTIONS, call_on_pages, run_attention, write_pages
 from .backends import backend_of
 from .checks import check_device, check_rows
@@ -123,8 +123,9 @@ class KVCache:
         dtype = np.dtype(np.uint8) if self.kv_dtype else numpy_dtype(self.dtype)
         with self._home:
             if self.order == "page":
-                return self._xp.empty((self.num_blocks, self.layers_per_block, 2, *block), dtype)
-            return self._xp.moveaxis(self._xp.empty((self.layers_per_block, 2, self.num_blocks, *block), dtype), 2, 0)
+                return empty_pages(self._xp, (self.num_blocks, self.layers_per_block, 2, *block), dtype)
+            pages = empty_pages(self._xp, (self.layers_per_block, 2, self.num_blocks, *block), dtype)
+            return self._xp.moveaxis(pages, 2, 0)
 
     @cached_property
     def host_pool(self) -> Array:

@@ -54,6 +54,13 @@ def test_sizes_may_be_integers_of_numpy() -> None:
 
 def test_one_block_of_all_layers_is_one_contiguous_piece() -> None:
     assert small_cache().pool[3].flags.c_contiguous
+
+
+@pytest.mark.parametrize("order", ["page", "layer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_begin_on_a_cache_line(order: str, dtype: str) -> None:
+    pools = [small_cache(order=order, dtype=dtype).pool for _ in range(4)]
+    assert all(pool.ctypes.data % 64 == 0 and pool.flags.writeable for pool in pools)
     k_cache, v_cache = small_cache(order="layer").layer(1)
     assert k_cache.flags.c_contiguous and v_cache.flags.c_contiguous
 

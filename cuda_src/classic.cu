@@ -172,7 +172,8 @@ __device__ __forceinline__ void sum_values(const Params& p, int head, int sequen
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) classic_attention(const Params p) {
+// Three blocks on a multiprocessor; wide rows of fp8, 16 tokens a load, need more registers than that leaves.
+extern "C" __global__ void __launch_bounds__(kThreads, kX == 16 && kHeadDim > 128 ? 2 : 3) classic_attention(const Params p) {
   const int sequence = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads, partition = blockIdx.z, lane = threadIdx.x % 32;
   const int seq_len = length_of(p, sequence);
   const int first = kPartition / kBlockSize * partition;

@@ -57,7 +57,7 @@ __device__ __forceinline__ void attend(const Params& p, const Task& task, const 
   auto load = [&](int t, unsigned to) {  // the tile whose pages were fetched
     const bool whole = __all_sync(kAllLanes, pages.whole(p.kv, t));
     if (whole) {
-      pages.copy(p.kv, smem + to);
+      pages.copy(p.kv, t, smem + to);
     } else if (t < end) {
       const Mask mapped = pages.copy_edge(p.kv, t, smem + to);
       if (threadIdx.x % 32 == 0) shared().mapped[warp][stage_of(t)] = mapped;

@@ -142,6 +142,15 @@ struct Copier {
       copy_row(pointer, j, element(k_base[j % kBases], page, kv.k_block), element(v_base[j % kBases], page, kv.v_block), true);
     }
   }
+
+  // The same where all tokens are neighbours in one block; `k_from`, `v_from`: this thread's first rows.
+  __device__ __forceinline__ void copy_run(const PagedKV& kv, unsigned char* pointer, const unsigned char* k_from,
+                                           const unsigned char* v_from) const {
+#pragma unroll
+    for (int j = 0; j < kRounds; ++j) {
+      copy_row(pointer, j, element(k_from, j * kAtOnce, kv.k_slot), element(v_from, j * kAtOnce, kv.v_slot), true);
+    }
+  }
 };
 
 // fp8 rows of head_dim 8 more than a multiple of 16 end inside a unit; what no copy writes must be zeros. For a ring of tiles, by

@@ -5,23 +5,27 @@
 //            slots in every tile, and their page ids lie side by side in the table. A lane fetches those of its own rows, and an
 //            address is one multiply-add of a page id: nothing passes from lane to lane. With blocks of 16 tokens, tiles of 64 and
 //            rows of 64 bytes lane 9 copies tokens 1, 9, 17, ..., 57: slots 1 and 9 of four blocks, by four page ids and two bases.
-//            Else a lane fetches the page id of a run of kInRun tokens, two where a tile has 64 and block_size is even, forms the
-//            64-bit addresses where its keys and values begin and leaves them in shared memory for the lanes that copy: with runs
-//            of two lane 5 those of tokens 10 and 11. Other tiles go that way too, with 64-bit arithmetic; kFixedSlots then has
-//            runs of one.
+//            A block of several tiles has one page id for all rows, and a tile begins at one of its slots: addresses of a lane's
+//            rows are that of its first and a multiple of the distance between slots. Else a lane fetches the page id of a run of
+//            kInRun tokens, two where a tile has 64 and block_size is even, forms the 64-bit addresses where its keys and values
+//            begin and leaves them in shared memory for the lanes that copy: with runs of two lane 5 those of tokens 10 and 11.
+//            Other tiles go that way too, with 64-bit arithmetic; kFixedSlots then has runs of one.
 // Numbers    Tiles are numbered from the first between the clean bounds of the item, so those before it are negative.
 // Not here   Which warp takes which tile, and when they are copied and waited for: decode_mma.cu.
 #pragma once
 #include "tile_copy.cuh"
 
 constexpr int kRowsAtOnce = Copier<32>::kAtOnce;
-constexpr bool kFixedSlots = kVec == 16 && kRowsAtOnce >= 8 && kBlock > 0 && kTokens >= kBlock;
+constexpr bool kFixedSlots =
+    kVec == 16 && kRowsAtOnce >= 8 && kBlock > 0 && (kTokens % (kBlock + !kBlock) == 0 || kBlock % kTokens == 0);
+constexpr int kBlockTiles = kFixedSlots && kBlock > kTokens ? kBlock / kTokens : 1;
+constexpr int kTileBlock = kFixedSlots ? kBlock / kBlockTiles : 1;          // tokens of a block in one tile
 constexpr int kInRun = !kFixedSlots && kRowsAtOnce % kRun == 0 ? kRun : 1;  // a row in narrow pieces may take all lanes
 constexpr int kRuns = kTokens / kInRun;
-constexpr int kLaneRuns = (kRuns + 31) / 32;                                                // of a tile
-constexpr int kLaneSlots = kFixedSlots && kBlock > kRowsAtOnce ? kBlock / kRowsAtOnce : 1;  // of the rows it copies
-constexpr int kLanePages = kFixedSlots ? kTokens / kRowsAtOnce / kLaneSlots : kLaneRuns;    // ids that tell all is there
-static_assert((kBlock & (kBlock - 1)) == 0, "blocks divide tiles");
+constexpr int kLaneRuns = (kRuns + 31) / 32;                                              // of a tile
+constexpr int kLaneSlots = kTileBlock > kRowsAtOnce ? kTileBlock / kRowsAtOnce : 1;       // of the rows it copies in a block
+constexpr int kLanePages = kFixedSlots ? kTokens / kRowsAtOnce / kLaneSlots : kLaneRuns;  // ids that tell all is there
+static_assert((kBlock & (kBlock - 1)) == 0, "blocks divide tiles, or tiles blocks");
 
 __device__ __forceinline__ unsigned smem_offset(const void* p) { return static_cast<const unsigned char*>(p) - smem; }
 
@@ -39,7 +43,7 @@ struct TilePages {
   int pages[kLanePages > kLaneRuns ? kLanePages : kLaneRuns];
   TokenRows rows[kLaneRuns];
   // With fixed slots: where this lane's rows would begin in page 0, and where the id of the first of them is, in tile 0.
-  const unsigned char *k_slots[kLaneSlots], *v_slots[kLaneSlots];
+  const unsigned char *k_slots[kBlockTiles > 1 ? 1 : kLaneSlots], *v_slots[kBlockTiles > 1 ? 1 : kLaneSlots];
   const int* column;
   // With runs: the last places in 4 GiB for one to begin at, and the factor of a column in a slot.
   unsigned k_last, v_last;
@@ -60,7 +64,7 @@ struct TilePages {
     if constexpr (kFixedSlots) {
       column = kept_pointer(table + (begin * kTokens + copier.token) / kBlock);
 #pragma unroll
-      for (int i = 0; i < kLaneSlots; ++i) {
+      for (int i = 0; i < (kBlockTiles > 1 ? 1 : kLaneSlots); ++i) {
         const int slot = (copier.token + i * kRowsAtOnce) % kBlock;
         k_slots[i] = kept_pointer(k_base + slot * kv.k_slot + copier.piece);
         v_slots[i] = kept_pointer(v_base + slot * kv.v_slot + copier.piece);
@@ -83,7 +87,8 @@ struct TilePages {
     if constexpr (kFixedSlots) {
       const int next = t + kWarps;
       if (unsigned(next) < inner) {
-        const int* ids = element(column, next, kTokens / kBlock * 4);
+        const int* ids =
+            kBlockTiles > 1 ? element(table, unsigned(next + begin) / kBlockTiles, 4) : element(column, next, kTokens / kBlock * 4);
 #pragma unroll
         for (int i = 0; i < kLanePages; ++i) pages[i] = kv.page_of(ids + i * kLaneSlots * kRowsAtOnce / kBlock);
       } else {
@@ -134,9 +139,14 @@ struct TilePages {
     return reinterpret_cast<const TokenRows*>(smem + copy_from);
   }
 
-  // A tile that is whole for all lanes.
-  __device__ __forceinline__ void copy(const PagedKV& kv, unsigned char* to) const {
-    if constexpr (kFixedSlots) {
+  // Tile t, which is whole for all lanes.
+  __device__ __forceinline__ void copy(const PagedKV& kv, int t, unsigned char* to) const {
+    if constexpr (kBlockTiles > 1) {
+      const unsigned slot = unsigned(t + begin) % kBlockTiles * kTokens;
+      const unsigned char* k_first = element(element(k_slots[0], pages[0], kv.k_block), slot, kv.k_slot);
+      const unsigned char* v_first = element(element(v_slots[0], pages[0], kv.v_block), slot, kv.v_slot);
+      copier.copy_run(kv, to, k_first, v_first);
+    } else if constexpr (kFixedSlots) {
       copier.copy_pages(kv, to, k_slots, v_slots, pages);
     } else {
       copier.template copy<true, true>(kv, to, place(), kFull);

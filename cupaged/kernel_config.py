@@ -17,7 +17,7 @@ from .launcher import DeviceInfo
 
 FEW_ROWS = 16  # packed rows up to which warps split keys
 MANY = 2**31 - 1
-USUAL_BLOCKS = (1, 8, 16, 32, 64)  # sizes that are worth a compilation of their own; powers of two
+USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256)  # sizes that are worth a compilation of their own; powers of two
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -39,11 +39,11 @@ class KernelConfig:
         return 32 * self.warps
 
     def blocks(self, block_size: int) -> tuple[int, int]:
-        """What decode_mma.cu is compiled for: the block size, 0 for all but usual ones that divide a tile, and how many tokens it
-        finds together elsewhere, as they lie in one block: 2 where a lane has two of a tile."""
+        """What decode_mma.cu is compiled for: the block size, 0 for all but usual ones that divide a tile or are several, and how many
+        tokens it finds together elsewhere, as they lie in one block: 2 where a lane has two of a tile."""
         if self.kernel != "decode_mma":
             return 0, 1
-        known = block_size in USUAL_BLOCKS and block_size <= self.tile
+        known = block_size in USUAL_BLOCKS and 0 in (self.tile % block_size, block_size % self.tile)
         return block_size if known else 0, 2 if self.tile > 32 and block_size % 2 == 0 else 1
 
 

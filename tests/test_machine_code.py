@@ -29,7 +29,7 @@ DECODE = {
 # everything that is compiled in and takes registers; windows, chunks, sinks and lse are decided at run time
 TENSOR_CORES = {
     "head_dim": (64, 128, 256), "arch": ARCHS[1:], "rows": (8, 16, 64), "dtype": ("float16", "bfloat16"),
-    "kv_dtype": ELEMENTS["kv_dtype"], "vec": (16, 2), "planned": (True, False), "block_size": (16, 64, 3),
+    "kv_dtype": ELEMENTS["kv_dtype"], "vec": (16, 2), "planned": (True, False), "block_size": (16, 64, 256, 3),
 }  # fmt: skip
 CLASSIC = {"head_dim": HEAD_DIMS, "block_size": (8, 16, 32, 64, 128), "arch": ARCHS, **ELEMENTS, "partition": (0, 512)}
 WRITE = {
@@ -101,6 +101,22 @@ def test_tensor_cores_keep_everything_in_registers(row: pairwise.Row) -> None:
 @pytest.mark.parametrize("row", pairwise.cover(CLASSIC), ids=as_id)
 def test_classic_keeps_everything_in_registers(row: pairwise.Row) -> None:
     check_classic(row)
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "block_size"), [(192, "fp8_e4m3", 64), (192, "fp8_e5m2", 32), (256, "fp8_e4m3", 128)]
+)
+@pytest.mark.parametrize("partition", [0, 512])
+def test_classic_has_registers_for_wide_rows_of_fp8(
+    arch: int, head_dim: int, kv_dtype: str, block_size: int, partition: int
+) -> None:
+    check_classic(
+        {
+            "arch": arch, "head_dim": head_dim, "dtype": "float16", "kv_dtype": kv_dtype, "block_size": block_size,
+            "partition": partition,
+        }
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("row", pairwise.cover(WRITE), ids=as_id)

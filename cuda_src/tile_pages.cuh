@@ -16,8 +16,7 @@
 #include "tile_copy.cuh"
 
 constexpr int kRowsAtOnce = Copier<32>::kAtOnce;
-constexpr bool kFixedSlots =
-    kVec == 16 && kRowsAtOnce >= 8 && kBlock > 0 && (kTokens % (kBlock + !kBlock) == 0 || kBlock % kTokens == 0);
+constexpr bool kFixedSlots = kVec == 16 && kRowsAtOnce >= 8 && kBlock > 0;
 constexpr int kBlockTiles = kFixedSlots && kBlock > kTokens ? kBlock / kTokens : 1;
 constexpr int kTileBlock = kFixedSlots ? kBlock / kBlockTiles : 1;          // tokens of a block in one tile
 constexpr int kInRun = !kFixedSlots && kRowsAtOnce % kRun == 0 ? kRun : 1;  // a row in narrow pieces may take all lanes
@@ -25,7 +24,9 @@ constexpr int kRuns = kTokens / kInRun;
 constexpr int kLaneRuns = (kRuns + 31) / 32;                                              // of a tile
 constexpr int kLaneSlots = kTileBlock > kRowsAtOnce ? kTileBlock / kRowsAtOnce : 1;       // of the rows it copies in a block
 constexpr int kLanePages = kFixedSlots ? kTokens / kRowsAtOnce / kLaneSlots : kLaneRuns;  // ids that tell all is there
-static_assert((kBlock & (kBlock - 1)) == 0, "blocks divide tiles, or tiles blocks");
+constexpr int kBases = kBlockTiles > 1 ? 1 : kLaneSlots;
+static_assert((kBlock & (kBlock - 1)) == 0 && (kTokens & (kTokens - 1)) == 0, "blocks divide tiles, or tiles blocks");
+static_assert(!kFixedSlots || kLanePages > 0, "a lane copies a row of every tile");
 
 __device__ __forceinline__ unsigned smem_offset(const void* p) { return static_cast<const unsigned char*>(p) - smem; }
 
@@ -43,7 +44,7 @@ struct TilePages {
   int pages[kLanePages > kLaneRuns ? kLanePages : kLaneRuns];
   TokenRows rows[kLaneRuns];
   // With fixed slots: where this lane's rows would begin in page 0, and where the id of the first of them is, in tile 0.
-  const unsigned char *k_slots[kBlockTiles > 1 ? 1 : kLaneSlots], *v_slots[kBlockTiles > 1 ? 1 : kLaneSlots];
+  const unsigned char *k_slots[kBases], *v_slots[kBases];
   const int* column;
   // With runs: the last places in 4 GiB for one to begin at, and the factor of a column in a slot.
   unsigned k_last, v_last;
@@ -64,7 +65,7 @@ struct TilePages {
     if constexpr (kFixedSlots) {
       column = kept_pointer(table + (begin * kTokens + copier.token) / kBlock);
 #pragma unroll
-      for (int i = 0; i < (kBlockTiles > 1 ? 1 : kLaneSlots); ++i) {
+      for (int i = 0; i < kBases; ++i) {
         const int slot = (copier.token + i * kRowsAtOnce) % kBlock;
         k_slots[i] = kept_pointer(k_base + slot * kv.k_slot + copier.piece);
         v_slots[i] = kept_pointer(v_base + slot * kv.v_slot + copier.piece);

@@ -209,13 +209,14 @@ def emit_weigh(
                 loaded = [x for pair in pairs for x in emit_load_pair(b, pair, kv)]
             else:
                 loaded = [emit_load(b, b.add(value, int64(v * width * size)), kv, width) for v in range(vectors)]
-            row, place = cursor
-            following = b.add(b.add(_read(b, row, _i64), ahead_offset), place)
-            if near := _near(kv, rows):
-                following = b.add(value, int64(near))
-            for n in range(lines):
-                emit_prefetch(b, b.add(following, int64(LINE * n)))
             if lines:
+                row, place = cursor
+                near = _near(kv, rows)
+                following = (
+                    b.add(value, int64(near)) if near else b.add(b.add(_read(b, row, _i64), ahead_offset), place)
+                )
+                for n in range(lines):
+                    emit_prefetch(b, b.add(following, int64(LINE * n)))
                 place = b.add(place, int64(LINE * lines))
                 done = b.icmp_signed(">=", place, b.mul(head_dim, int64(size)))
                 cursor = [b.select(done, b.add(row, int64(8)), row), b.select(done, int64(0), place)]

@@ -137,12 +137,9 @@ def decode_defines(
 ) -> dict[str, int | str]:
     """The constants of an attention kernel; `vec` is the width of an access to pages in bytes."""
     fewest, most = (0, MANY) if planned else config.takes  # a plan has chosen already
-    blocks = (
-        dict(zip(("kBlock", "kRun"), config.blocks(block_size), strict=True)) if config.kernel == "decode_mma" else {}
-    )
     return {
-        **dict(config.defines), **blocks, "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap), "kAlibi": int(alibi),
-        "kFewestRows": fewest, "kMostRows": most, "kParamsBytes": ATTENTION.itemsize,
+        **dict(config.defines), **dict(config.blocks(block_size)), "kVec": vec, "kPlanned": int(planned), "kSoftcap": int(softcap),
+        "kAlibi": int(alibi), "kFewestRows": fewest, "kMostRows": most, "kParamsBytes": ATTENTION.itemsize,
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from .launcher import DeviceInfo
 
 FEW_ROWS = 16  # packed rows up to which warps split keys
 MANY = 2**31 - 1
-USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256)  # sizes that are worth a compilation of their own; powers of two
+USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256)  # worth a compilation of their own; powers of two, as tiles are
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -38,13 +38,13 @@ class KernelConfig:
     def threads(self) -> int:
         return 32 * self.warps
 
-    def blocks(self, block_size: int) -> tuple[int, int]:
-        """What decode_mma.cu is compiled for: the block size, 0 for all but usual ones that divide a tile or are several, and how many
-        tokens it finds together elsewhere, as they lie in one block: 2 where a lane has two of a tile."""
+    def blocks(self, block_size: int) -> tuple[tuple[str, int], ...]:
+        """What decode_mma.cu is told of the block size: it, but 0 for unusual ones, and how many tokens to find together then, as they
+        lie in one block: 2 where a lane has two of a tile. Other kernels are told nothing."""
         if self.kernel != "decode_mma":
-            return 0, 1
-        known = block_size in USUAL_BLOCKS and 0 in (self.tile % block_size, block_size % self.tile)
-        return block_size if known else 0, 2 if self.tile > 32 and block_size % 2 == 0 else 1
+            return ()
+        usual = block_size if block_size in USUAL_BLOCKS else 0
+        return ("kBlock", usual), ("kRun", 2 if self.tile > 32 and block_size % 2 == 0 else 1)
 
 
 def on_tensor_cores(info: DeviceInfo, dtype: str) -> bool:

@@ -1,7 +1,7 @@
 // How a warp of decode_mma.cu finds the tokens of its tiles: page ids a tile ahead, addresses when the tile is copied.
 //
 // What       Tiles that every row sees whole take one of two short ways.
-//            kFixedSlots: the block size is a constant, kBlock, that divides a tile. The rows that a lane copies have the same
+//            kFixedSlots: the block size is a constant, kBlock. Where it divides a tile the rows that a lane copies have the same
 //            slots in every tile, and their page ids lie side by side in the table. A lane fetches those of its own rows, and an
 //            address is one multiply-add of a page id: nothing passes from lane to lane. With blocks of 16 tokens, tiles of 64 and
 //            rows of 64 bytes lane 9 copies tokens 1, 9, 17, ..., 57: slots 1 and 9 of four blocks, by four page ids and two bases.

@@ -97,7 +97,7 @@ def warmup(
     Args:
         num_heads, num_kv_heads, head_dim, dtype, kv_dtype: as in `cupaged.plan`.
         max_queries: the most query rows that one sequence will have in a step: 1 for decode alone, the chunk size with prefill.
-        block_size: of the cache: usual ones, powers of two up to 256, have kernels of their own; of others odd ones do, and even ones.
+        block_size: of the cache: each power of two has kernels of its own; of other sizes odd ones have, and even ones.
         softcap, alibi, share_prefix: whether calls will use them; each prefix that is shared needs kernels for more rows.
 
     Compiled code stays in CuPy's cache on disk, so that a second process only loads it. Raises what `cupaged.plan` raises for

@@ -17,7 +17,6 @@ from .launcher import DeviceInfo
 
 FEW_ROWS = 16  # packed rows up to which warps split keys
 MANY = 2**31 - 1
-USUAL_BLOCKS = (1, 8, 16, 32, 64, 128, 256)  # worth a compilation of their own; powers of two, as tiles are
 _REGISTERS = 65536  # of a multiprocessor
 
 
@@ -39,12 +38,12 @@ class KernelConfig:
         return 32 * self.warps
 
     def blocks(self, block_size: int) -> tuple[tuple[str, int], ...]:
-        """What decode_mma.cu is told of the block size: it, but 0 for unusual ones, and how many tokens to find together then, as they
-        lie in one block: 2 where a lane has two of a tile. Other kernels are told nothing."""
+        """What decode_mma.cu is told of the block size: it where it is a power of two, as tiles are, else 0, and how many tokens to find
+        together then, as they lie in one block: 2 where a lane has two of a tile. Other kernels are told nothing."""
         if self.kernel != "decode_mma":
             return ()
-        usual = block_size if block_size in USUAL_BLOCKS else 0
-        return ("kBlock", usual), ("kRun", 2 if self.tile > 32 and block_size % 2 == 0 else 1)
+        known = block_size if block_size & (block_size - 1) == 0 else 0
+        return ("kBlock", known), ("kRun", 2 if self.tile > 32 and block_size % 2 == 0 else 1)
 
 
 def on_tensor_cores(info: DeviceInfo, dtype: str) -> bool:
